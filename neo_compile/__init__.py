@@ -1,0 +1,1 @@
+"""neo_compile."""
