@@ -1,0 +1,91 @@
+// The C ABI between the partition / thread pool (callers) and the paged-attention kernels (C++ twin, ISPC).
+//
+//  1. One call = one task = one span [token_begin, token_end) of consecutive tokens of ONE request, all KV heads. The partition cuts
+//     spans at block boundaries; only a sliding window (begin) and the context length (end) may fall inside a block. Empty spans happen.
+//  2. Token t lives in block block_table[t / block_size], row t % block_size. Its K row for KV head h is
+//     k + (block * k_block_stride + h * k_head_stride + row * k_token_stride) elements; head_dim is contiguous; V likewise.
+//     Nothing outside the span's tokens may be read (free blocks are NaN-poisoned in tests); block products need 64-bit integers.
+//  3. Query head h reads KV head h / (num_q_heads / num_kv_heads). q is fp32, already multiplied by scale, in LOG2 units: without
+//     softcap dot(q, k) is the base-2 logit; with softcap > 0 the base-2 logit is softcap * tanh(dot(q, k)).
+//  4. The kernel always writes a partial: m[h] = max logit (-inf if none), l[h] = sum 2^(s - m), acc[h] = sum 2^(s - m) v, fp32, not
+//     normalised; m = -inf means l = 0 and acc = 0 (never NaN). Sinks, merging, division and conversion to the output dtype
+//     are the caller's (one shared implementation, partition.cpp). acc, m and l arrive uninitialised; write every element asked for.
+//  5. q and acc rows are q_stride / acc_stride floats apart (head_dim rounded up to 16); q's padding is zero, acc's may be written.
+//     q, acc and scratch are 64-byte aligned; K and V have only element alignment. scratch holds neo_scratch_floats() floats.
+//  6. Kernels hold no state, allocate nothing, throw nothing, and take shapes at run time. Halves are uint16 (bit patterns).
+#ifndef NEO_COMPILE_CSRC_KERNEL_H_
+#define NEO_COMPILE_CSRC_KERNEL_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum NeoDtype { NEO_F32 = 0, NEO_F16 = 1, NEO_BF16 = 2, NEO_NUM_DTYPES = 3 };
+
+struct NeoSpan {
+  const float* q;              // [num_q_heads, q_stride], see 3 and 5
+  const void* k;               // layer's K view, element type = the kernel's dtype
+  const void* v;               // layer's V view, same element type
+  const int32_t* block_table;  // this request's row, entry i = block of tokens [i * block_size, (i + 1) * block_size)
+  float* acc;                  // out [num_q_heads, acc_stride]
+  float* m;                    // out [num_q_heads]
+  float* l;                    // out [num_q_heads]
+  float* scratch;              // per-thread, neo_scratch_floats() floats
+  int64_t k_block_stride, k_head_stride, k_token_stride;  // elements
+  int64_t v_block_stride, v_head_stride, v_token_stride;  // elements
+  int32_t num_q_heads, num_kv_heads;
+  int32_t head_dim_k, head_dim_v;
+  int32_t q_stride, acc_stride;
+  int32_t block_size;
+  int32_t token_begin, token_end;
+  float softcap;  // log2 units, 0 = none
+};
+
+typedef void (*NeoSpanFn)(const struct NeoSpan* span);
+
+// Kernels of one instruction set, by KV dtype. Order in neo_kernels() = preference, best first; "scalar" is last and always there.
+struct NeoKernelSet {
+  const char* name;        // "ispc-avx512", "ispc-avx2", "ispc-neon", "cpp-avx512", "cpp-avx2", "scalar"
+  NeoSpanFn span[3];       // by NeoDtype
+  int (*is_supported)(void);  // does this CPU run it?
+};
+
+// Every set compiled into this build; supported or not (kernel_table.cpp).
+const struct NeoKernelSet* neo_kernels(int* count);
+
+static inline int32_t neo_padded(int32_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
+// Scratch a kernel may use, in floats: bounded chunks of at most 64 tokens at a time, whatever block_size is.
+static inline int64_t neo_scratch_floats(int32_t num_q_heads, int32_t head_dim_k, int32_t head_dim_v) {
+  const int64_t row = (int64_t)neo_padded(head_dim_k) + neo_padded(head_dim_v);
+  return 256 * (int64_t)num_q_heads + 128 * row + 4 * (int64_t)num_q_heads * row + 1024;
+}
+
+// The C++ twin (paged_attention_scalar.cpp), compiled once per instruction set.
+#define NEO_DECLARE_SPAN(isa)                          \
+  void neo_cpp_span_f32_##isa(const struct NeoSpan*);  \
+  void neo_cpp_span_f16_##isa(const struct NeoSpan*);  \
+  void neo_cpp_span_bf16_##isa(const struct NeoSpan*);
+NEO_DECLARE_SPAN(generic)
+NEO_DECLARE_SPAN(avx2)
+NEO_DECLARE_SPAN(avx512)
+#undef NEO_DECLARE_SPAN
+
+// ISPC (paged_attention.ispc): exports neo_ispc_span_{f32,f16,bf16}(const uniform NeoSpan*). A multi-target build adds the suffixes; the
+// build defines NEO_ISPC_AVX2 / NEO_ISPC_AVX512 (suffixes _avx2, _avx512skx) or NEO_ISPC_NEON (one target, no suffix).
+#define NEO_DECLARE_SPAN(suffix)                        \
+  void neo_ispc_span_f32##suffix(const struct NeoSpan*);  \
+  void neo_ispc_span_f16##suffix(const struct NeoSpan*);  \
+  void neo_ispc_span_bf16##suffix(const struct NeoSpan*);
+NEO_DECLARE_SPAN()
+NEO_DECLARE_SPAN(_avx2)
+NEO_DECLARE_SPAN(_avx512skx)
+#undef NEO_DECLARE_SPAN
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif
+
+#endif  // NEO_COMPILE_CSRC_KERNEL_H_
