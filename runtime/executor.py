@@ -1,0 +1,271 @@
+"""Runs one `IterationPlan`: swaps, linear stages, attention in both tiers, two sub-batches interleaved.
+
+A sub-batch is a coroutine that yields right after it has *begun* its attention and finishes it when resumed. Resuming
+two of them in turn is the paper's pipeline (section 3.2):
+
+    device | S1 b0 | ga b0 | S1 b1 | ...             S: linear stage, ga / ca: device / host attention
+    host   |   ca b1 (site 0)  | ca b0 (site 1) |    b0, b1: the sub-batches
+
+One coroutine alone is a sequential iteration; host attention then only overlaps the device attention of its own site.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import torch
+
+from neo_compile.attention import AttentionSite
+from neo_compile.host_attention import Ticket
+from neo_compile.runtime.batch import BatchTensors, DecodeGeometry, DecodeRows, PrefillChunk, build_batch
+from neo_compile.runtime.device import Device
+from neo_compile.runtime.kv_cache import KVCache
+from neo_compile.runtime.plan import IterationPlan, SubBatch
+from neo_compile.runtime.prefill import attend_chunk
+from neo_compile.runtime.request import Request, Tier
+from neo_compile.runtime.swap import start_swaps, wait_swaps
+from neo_compile.runtime.timeline import Timeline
+from neo_compile.staged import StagedModel
+
+
+@dataclass(slots=True)
+class IterationTimes:
+    """Milliseconds of one iteration, over all layers, as measured on the launching thread and the host pool."""
+
+    total_ms: float = 0.0
+    device_attention_ms: list[float] = field(default_factory=list)
+    host_attention_ms: list[float] = field(default_factory=list)
+    wait_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """Logits of the requests that sample in this iteration: row i of `logits` [R, vocab] belongs to requests[i]."""
+
+    requests: tuple[Request, ...]
+    logits: torch.Tensor
+    times: IterationTimes
+
+
+@dataclass(slots=True)
+class _Begun:
+    """Attention of one site, begun: the output (device rows are in it), and the host rows' ticket."""
+
+    out: torch.Tensor
+    host_ticket: Ticket | None
+    site_index: int
+
+
+class SubBatchAttention:
+    """The attention handler of one sub-batch: begins host rows on the host pool, computes device rows, then waits."""
+
+    def __init__(self, executor: Executor, batch: BatchTensors, index: int) -> None:
+        self._executor = executor
+        self._batch = batch
+        self._index = index
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.device_attention_ns = 0
+        self.host_attention_ns = 0
+        self.wait_ns = 0
+        self._in_flight: Ticket | None = None
+
+    def begin(
+        self,
+        site: AttentionSite,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> _Begun:
+        """Store this site's K and V, start the host rows' attention, and compute the device rows'."""
+        executor, batch = self._executor, self._batch
+        wait_swaps(executor.pending_swaps, executor.device.host_pool)
+        out = self._output(site, q_THD)
+        sinks = None if sinks is None else sinks.float()
+        host_ticket = None
+        if batch.host_decodes is not None:
+            host_ticket = self._submit(Tier.HOST, batch.host_decodes, site, q_THD, k_THD, v_THD, sinks, out)
+            self._in_flight = host_ticket
+        start_ns = time.perf_counter_ns()
+        for chunk in batch.prefills:
+            self._prefill(chunk, site, q_THD, k_THD, v_THD, sinks, out)
+        if batch.device_decodes is not None:
+            ticket = self._submit(Tier.DEVICE, batch.device_decodes, site, q_THD, k_THD, v_THD, sinks, out)
+            executor.device.attention_pool.wait(ticket)
+        if batch.prefills or batch.device_decodes is not None:
+            end_ns = time.perf_counter_ns()
+            self.device_attention_ns += end_ns - start_ns
+            self._record("device", "device attention", site.index, start_ns, end_ns)
+        return _Begun(out, host_ticket, site.index)
+
+    def finish(self, begun: _Begun) -> torch.Tensor:
+        """Wait for the host rows, if any; all rows of the site's output, [T, num_q_heads, v_head_dim]."""
+        ticket = begun.host_ticket
+        if ticket is not None:
+            start_ns = time.perf_counter_ns()
+            self._executor.device.host_pool.wait(ticket)
+            self._in_flight = None
+            end_ns = time.perf_counter_ns()
+            self.wait_ns += end_ns - start_ns
+            self.host_attention_ns += ticket.end_ns - ticket.start_ns
+            self._record("device", "wait", begun.site_index, start_ns, end_ns)
+            self._record("host", "host attention", begun.site_index, ticket.start_ns, ticket.end_ns)
+        return begun.out
+
+    def drain(self) -> None:
+        """Wait for host attention that nobody will finish, after a failure: it writes to tensors that must outlive it."""
+        if self._in_flight is not None:
+            self._executor.device.host_pool.wait(self._in_flight)
+            self._in_flight = None
+
+    def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
+        """Record one linear stage (called by the staged model when a timeline is attached)."""
+        self._record("device", "linear", stage, start_ns, end_ns)
+
+    def _output(self, site: AttentionSite, q_THD: torch.Tensor) -> torch.Tensor:
+        """The output buffer of a site. A site's output is dead once the next stage has read it: one serves all."""
+        key = (site.num_q_heads, site.v_head_dim)
+        if key not in self._outputs:
+            self._outputs[key] = torch.empty((q_THD.shape[0], *key), dtype=q_THD.dtype, device=q_THD.device)
+        return self._outputs[key]
+
+    def _submit(
+        self,
+        tier: Tier,
+        rows: DecodeRows,
+        site: AttentionSite,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> Ticket:
+        device, cache = self._executor.device, self._executor.caches[tier]
+        pool = device.attention_pool if tier is Tier.DEVICE else device.host_pool
+        span = slice(rows.row, rows.row + rows.num_requests)
+        return pool.submit(
+            rows.plan,
+            q_THD[span],
+            cache.k(site.index),
+            cache.v(site.index),
+            out[span],
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            sinks=sinks,
+            k_new=k_THD[span],
+            v_new=v_THD[span],
+        )
+
+    def _prefill(
+        self,
+        chunk: PrefillChunk,
+        site: AttentionSite,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        span = slice(chunk.row, chunk.row + chunk.num_tokens)
+        cache = self._executor.caches[chunk.tier]
+        cache.write(site.index, chunk.slots, k_THD[span], v_THD[span])
+        if chunk.start == 0:
+            k_HSD, v_HSD = k_THD[span].transpose(0, 1), v_THD[span].transpose(0, 1)
+        else:
+            k_HSD, v_HSD = cache.gather(site.index, chunk.block_ids, chunk.start + chunk.num_tokens)
+        out[span] = attend_chunk(site, q_THD[span], k_HSD, v_HSD, sinks)
+
+    def _record(self, lane: str, what: str, number: int, start_ns: int, end_ns: int) -> None:
+        timeline = self._executor.timeline
+        if timeline is not None:
+            name = f"{what} {number} b{self._index}"
+            timeline.add(lane, name, what, start_ns, end_ns, self._executor.iteration)
+
+
+class Executor:
+    """Owns the two caches and drives the staged model through them.
+
+    Args:
+        staged: the captured model.
+        device: where linear stages and device attention run, with its host pool.
+        caches: the memory of both tiers.
+    """
+
+    def __init__(self, staged: StagedModel, device: Device, caches: dict[Tier, KVCache]) -> None:
+        self.staged = staged
+        self.device = device
+        self.caches = caches
+        self.timeline: Timeline | None = None
+        self.iteration = 0
+        self.pending_swaps: list[Ticket] = []
+        self._geometry = DecodeGeometry.of(staged.sites)
+        self._num_threads = {Tier.DEVICE: device.device_threads, Tier.HOST: device.host_threads}
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """Run `plan` and return the logits of the requests that sample. Call inside `device.launching()`."""
+        self.iteration += 1
+        start_ns = time.perf_counter_ns()
+        swaps = (*plan.swap_outs, *plan.swap_ins)
+        copies = start_swaps(swaps, self.caches, self.device.host_pool, self.device.swap_gbps)
+        self.pending_swaps = list(copies)
+        batches = [self._build(sub_batch) for sub_batch in plan.sub_batches if sub_batch.num_requests]
+        handlers = [SubBatchAttention(self, batch, index) for index, batch in enumerate(batches)]
+        try:
+            logits = self._run(batches, handlers)
+        finally:
+            for handler in handlers:
+                handler.drain()
+            wait_swaps(self.pending_swaps, self.device.host_pool)
+        end_ns = time.perf_counter_ns()
+        self._record_copies(copies)
+        requests = tuple(request for batch in batches for request in batch.sampling)
+        return IterationResult(requests, logits, _times(handlers, end_ns - start_ns))
+
+    def _build(self, sub_batch: SubBatch) -> BatchTensors:
+        block_size = self.caches[Tier.DEVICE].block_size
+        return build_batch(sub_batch, block_size=block_size, num_threads=self._num_threads, geometry=self._geometry)
+
+    def _run(self, batches: list[BatchTensors], handlers: list[SubBatchAttention]) -> torch.Tensor:
+        """Drive the sub-batches' coroutines in turn until all have ended; their sampled rows' logits, [R, vocab]."""
+        running = dict(enumerate(self._coroutine(b, h) for b, h in zip(batches, handlers, strict=True)))
+        outputs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
+        try:
+            while running:
+                for index, coroutine in list(running.items()):
+                    try:
+                        next(coroutine)
+                    except StopIteration as stop:
+                        outputs[index] = stop.value[0][0, : len(batches[index].sampling)]
+                        del running[index]
+        finally:
+            for coroutine in running.values():
+                coroutine.close()
+        return torch.cat(outputs) if outputs else torch.empty((0, 0))
+
+    def _coroutine(
+        self, batch: BatchTensors, handler: SubBatchAttention
+    ) -> Generator[None, None, tuple[torch.Tensor, ...]]:
+        return self.staged.coroutine(
+            handler,
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            logit_rows=batch.logit_rows,
+            on_stage=handler.on_stage if self.timeline is not None else None,
+        )
+
+    def _record_copies(self, copies: list[Ticket]) -> None:
+        if self.timeline is not None:
+            for layer, ticket in enumerate(copies):
+                self.timeline.add("host", f"copy {layer}", "copy", ticket.start_ns, ticket.end_ns, self.iteration)
+
+
+def _times(handlers: list[SubBatchAttention], total_ns: int) -> IterationTimes:
+    times = IterationTimes(total_ms=total_ns / 1e6)
+    for handler in handlers:
+        times.device_attention_ms.append(handler.device_attention_ns / 1e6)
+        times.host_attention_ms.append(handler.host_attention_ns / 1e6)
+        times.wait_ms += handler.wait_ns / 1e6
+    return times

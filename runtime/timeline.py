@@ -1,0 +1,72 @@
+"""Records who computed what when, and who waited: the executor's evidence that device and host overlap.
+
+An event costs one list append; with no timeline attached the executor takes no time stamps at all beyond those that
+the online cost model needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class TimelineEvent(NamedTuple):
+    """One interval on one lane.
+
+    Attributes:
+        lane: `device` (the launching thread) or `host` (the host pool).
+        name: what ran, e.g. `linear 3 b0`, `host attention 3 b1`, `wait 3 b0`.
+        category: `linear`, `device attention`, `host attention`, `copy`, `wait` or `other`.
+        start_ns, end_ns: on the clock of `time.perf_counter_ns`.
+        iteration: number of the engine's iteration.
+    """
+
+    lane: str
+    name: str
+    category: str
+    start_ns: int
+    end_ns: int
+    iteration: int
+
+
+class Timeline:
+    """A growing list of events."""
+
+    def __init__(self) -> None:
+        self.events: list[TimelineEvent] = []
+
+    def add(self, lane: str, name: str, category: str, start_ns: int, end_ns: int, iteration: int) -> None:
+        """Append one event."""
+        self.events.append(TimelineEvent(lane, name, category, start_ns, end_ns, iteration))
+
+    def iterations(self) -> list[int]:
+        """Numbers of the recorded iterations, ascending."""
+        return sorted({event.iteration for event in self.events})
+
+    def of_iteration(self, iteration: int) -> list[TimelineEvent]:
+        """The events of one iteration, by start."""
+        return sorted((e for e in self.events if e.iteration == iteration), key=lambda e: e.start_ns)
+
+    def write_chrome_trace(self, path: str | Path) -> None:
+        """Write the JSON that chrome://tracing and Perfetto open (times in microseconds)."""
+        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self.events))}))
+
+
+def _chrome_events(events: list[TimelineEvent]) -> Iterable[dict[str, object]]:
+    origin = min((event.start_ns for event in events), default=0)
+    lanes = {lane: tid for tid, lane in enumerate(sorted({event.lane for event in events}))}
+    for lane, tid in lanes.items():
+        yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
+    for event in events:
+        yield {
+            "name": event.name,
+            "cat": event.category,
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes[event.lane],
+            "ts": (event.start_ns - origin) / 1e3,
+            "dur": (event.end_ns - event.start_ns) / 1e3,
+            "args": {"iteration": event.iteration},
+        }
