@@ -59,8 +59,9 @@ class CacheConfig:
                 raise ConfigError(f"CacheConfig: give only one of {', '.join(f'{tier}_{n}' for n in names_given)}")
         if self.num_blocks("device", 1) == 0:
             raise ConfigError(
-                f"the device cache has a budget of 0 blocks of {self.block_size} tokens: raise CacheConfig.device_blocks, "
-                "device_tokens or device_bytes to at least one block (policy 'host-only' keeps all KV on the host)"
+                f"the device cache has a budget of 0 blocks of {self.block_size} tokens: raise CacheConfig."
+                "device_blocks (or device_tokens, device_bytes) to at least one block; the policy 'host-only' keeps "
+                "all KV on the host"
             )
 
     def num_blocks(self, tier: str, bytes_per_block: int) -> int | None:
