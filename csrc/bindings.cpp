@@ -1,2 +1,243 @@
+// The only file that knows Python. It takes addresses, sizes, strides (in elements) and dtype codes (kernel.h), never
+// tensors: no libtorch link, so one wheel serves every torch. Checks of what tensors look like are in
+// host_attention.py; checks against the plan are here.
 #include <pybind11/pybind11.h>
-PYBIND11_MODULE(_C, m) { m.doc() = "placeholder"; }
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention_work.h"
+#include "clock.h"
+#include "copy_work.h"
+#include "decode_plan.h"
+#include "kernel.h"
+#include "thread_pool.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using neo::ThreadPool;
+
+template <typename T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const NeoKernelSet& kernel_set(const std::string& name) {
+  int count = 0;
+  const NeoKernelSet* sets = neo_kernels(&count);
+  for (int i = 0; i < count; ++i)
+    if (name == sets[i].name && sets[i].is_supported()) return sets[i];
+  throw std::invalid_argument("no kernels called '" + name + "' in this build that this CPU runs");
+}
+
+std::vector<std::pair<std::string, bool>> list_kernel_sets() {
+  int count = 0;
+  const NeoKernelSet* sets = neo_kernels(&count);
+  std::vector<std::pair<std::string, bool>> names;
+  for (int i = 0; i < count; ++i) names.emplace_back(sets[i].name, sets[i].is_supported() != 0);
+  return names;
+}
+
+// A submission in flight and the Python objects whose memory it uses. Dropping one waits: memory is never freed under a
+// worker.
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<ThreadPool> pool, std::shared_ptr<neo::Submission> submission, py::object refs)
+      : pool_(std::move(pool)), submission_(std::move(submission)), refs_(std::move(refs)) {}
+  Ticket(const Ticket&) = delete;
+  ~Ticket() { finish(); }
+
+  void wait() {
+    finish();
+    refs_ = py::none();
+    if (submission_->has_failed()) throw std::bad_alloc();
+  }
+  bool is_done() const { return submission_->is_done(); }
+  std::int64_t start_ns() const { return done().start_ns(); }
+  std::int64_t end_ns() const { return done().end_ns(); }
+
+ private:
+  void finish() {
+    if (submission_->is_done()) return;
+    const py::gil_scoped_release release;
+    pool_->wait(*submission_);
+  }
+  const neo::Submission& done() const {
+    if (!submission_->is_done()) throw std::runtime_error("the ticket's times are known once it is done: wait() first");
+    return *submission_;
+  }
+
+  std::shared_ptr<ThreadPool> pool_;
+  std::shared_ptr<neo::Submission> submission_;
+  py::object refs_;
+};
+
+// In a forked child the threads do not exist: joining them, or destroying what they sleep on, would hang.
+void delete_pool(ThreadPool* pool) {
+  if (!pool->is_foreign()) delete pool;
+}
+
+class Pool {
+ public:
+  Pool(int num_threads, std::vector<int> cpus, bool participate, std::int64_t spin_ns, const std::string& kernels)
+      : kernels_(kernel_set(kernels)),
+        pool_(new ThreadPool(num_threads, std::move(cpus), participate, spin_ns), delete_pool) {}
+
+  std::unique_ptr<Ticket> submit_attention(const std::shared_ptr<neo::DecodePlan>& plan, const neo::LayerCache& layer,
+                                           const neo::RowsView& q, const neo::RowsView& out, float scale,
+                                           std::int64_t window, float softcap, std::uintptr_t sinks, py::object refs) {
+    return submit_append(plan, layer, q, out, scale, window, softcap, sinks, {}, {}, std::move(refs));
+  }
+
+  std::unique_ptr<Ticket> submit_append(const std::shared_ptr<neo::DecodePlan>& plan, const neo::LayerCache& layer,
+                                        const neo::RowsView& q, const neo::RowsView& out, float scale,
+                                        std::int64_t window, float softcap, std::uintptr_t sinks,
+                                        const neo::RowsView& k_new, const neo::RowsView& v_new, py::object refs) {
+    if (!plan->bind(pool_.get()))
+      throw std::invalid_argument("the plan is in use on another WorkerPool: plan once per pool");
+    check_shape(plan->shape(), layer.shape);
+    const neo::WindowPlan& window_plan = plan->window_plan(window);
+    plan->check_blocks(window_plan, window, layer.num_blocks);
+    if (k_new.data != nullptr) plan->check_append();
+    const neo::AttentionCall call{layer, q, out, k_new, v_new, pointer<const float>(sinks), scale, softcap};
+    return submit(std::make_unique<neo::AttentionWork>(plan, window_plan, call, kernels_), std::move(refs));
+  }
+
+  std::unique_ptr<Ticket> submit_copy(std::uintptr_t src, std::uintptr_t dst, std::int64_t block_bytes,
+                                      std::uintptr_t pairs, std::int64_t num_pairs, double max_gbps, py::object refs) {
+    const auto* first = pointer<const std::int64_t>(pairs);
+    std::vector<std::pair<std::int64_t, std::int64_t>> list;
+    list.reserve(static_cast<size_t>(num_pairs));
+    for (std::int64_t i = 0; i < num_pairs; ++i) list.emplace_back(first[2 * i], first[2 * i + 1]);
+    return submit(std::make_unique<neo::CopyWork>(pointer<const char>(src), pointer<char>(dst), block_bytes,
+                                                  std::move(list), max_gbps, pool_->parallelism()),
+                  std::move(refs));
+  }
+
+  std::unique_ptr<Ticket> submit_read(std::uintptr_t data, std::int64_t bytes, py::object refs) {
+    return submit(std::make_unique<neo::ReadWork>(pointer<const char>(data), bytes, pool_->parallelism()),
+                  std::move(refs));
+  }
+
+  void close() {
+    const py::gil_scoped_release release;
+    pool_->close();
+  }
+
+  int num_threads() const { return pool_->num_threads(); }
+  int parallelism() const { return pool_->parallelism(); }
+  bool is_closed() const { return pool_->is_closed(); }
+  std::string isa() const { return kernels_.name; }
+  std::vector<int> pin_failures() const { return pool_->pin_failures(); }
+
+ private:
+  std::unique_ptr<Ticket> submit(std::unique_ptr<neo::Work> work, py::object refs) {
+    std::shared_ptr<neo::Submission> submission;
+    if (pool_->num_threads() == 0) {  // runs here and now
+      const py::gil_scoped_release release;
+      submission = pool_->submit(std::move(work));
+    } else {
+      submission = pool_->submit(std::move(work));
+    }
+    return std::make_unique<Ticket>(pool_, std::move(submission), std::move(refs));
+  }
+
+  static void check_shape(const neo::AttentionShape& plan, const neo::AttentionShape& layer) {
+    const auto check = [](const char* what, int planned, int given) {
+      if (planned != given)
+        throw std::invalid_argument(std::string("the plan was made for ") + what + " " + std::to_string(planned) +
+                                    ", this layer's cache has " + std::to_string(given));
+    };
+    check("num_kv_heads", plan.num_kv_heads, layer.num_kv_heads);
+    check("head_dim", plan.head_dim_k, layer.head_dim_k);
+    check("v_head_dim", plan.head_dim_v, layer.head_dim_v);
+    check("block_size", plan.block_size, layer.block_size);
+  }
+
+  const NeoKernelSet& kernels_;
+  std::shared_ptr<ThreadPool> pool_;
+};
+
+neo::RowsView make_rows(std::uintptr_t data, std::int64_t request_stride, std::int64_t head_stride, int dtype) {
+  return {pointer<void>(data), request_stride, head_stride, dtype};
+}
+
+neo::LayerCache make_layer(std::uintptr_t k, std::vector<std::int64_t> k_strides, std::uintptr_t v,
+                           std::vector<std::int64_t> v_strides, std::int64_t num_blocks, int dtype, int num_kv_heads,
+                           int block_size, int head_dim_k, int head_dim_v) {
+  if (k_strides.size() != 3 || v_strides.size() != 3) throw std::invalid_argument("three strides expected");
+  neo::LayerCache layer;
+  layer.k = {pointer<void>(k), k_strides[0], k_strides[1], k_strides[2]};
+  layer.v = {pointer<void>(v), v_strides[0], v_strides[1], v_strides[2]};
+  layer.num_blocks = num_blocks;
+  layer.dtype = dtype;
+  layer.shape = {0, num_kv_heads, head_dim_k, head_dim_v, block_size};
+  return layer;
+}
+
+std::shared_ptr<neo::DecodePlan> make_plan(std::uintptr_t tables, std::int64_t table_stride, int max_blocks,
+                                           std::uintptr_t lens, int num_requests, int num_q_heads, int num_kv_heads,
+                                           int head_dim_k, int head_dim_v, int block_size, int max_shares,
+                                           std::int64_t min_share_bytes) {
+  const neo::AttentionShape shape{num_q_heads, num_kv_heads, head_dim_k, head_dim_v, block_size};
+  return std::make_shared<neo::DecodePlan>(pointer<const std::int32_t>(tables), table_stride, max_blocks,
+                                           pointer<const std::int32_t>(lens), num_requests, shape, max_shares,
+                                           min_share_bytes);
+}
+
+std::vector<std::vector<int>> list_tasks(neo::DecodePlan& plan, std::int64_t window) {
+  std::vector<std::vector<int>> rows;
+  for (const neo::Task& task : plan.window_plan(window).partition.tasks)
+    rows.push_back({task.request, task.token_begin, task.token_end, task.partial});
+  return rows;
+}
+
+void convert_row(const std::string& kernels, std::uintptr_t src, int src_dtype, std::uintptr_t dst, int dst_dtype,
+                 int n) {
+  std::vector<float> row(static_cast<size_t>(neo_padded(n)));
+  kernel_set(kernels).load_row(pointer<const void>(src), src_dtype, 1.0f, row.data(), n);
+  kernel_set(kernels).store_row(row.data(), 1.0f, pointer<void>(dst), dst_dtype, n);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() =
+      "Native host attention: worker pool, decode plans, block copies. Use it through neo_compile.host_attention.";
+  m.def("kernel_sets", list_kernel_sets, "(name, runs on this CPU) of every kernel set in this build, best first");
+  m.def("convert_row", convert_row, "For tests: one row between dtypes through the given kernels' conversions");
+  m.def("steady_ns", &neo::steady_ns, "The clock of tickets, in ns");
+
+  py::class_<neo::RowsView>(m, "Rows").def(py::init(&make_rows));
+  py::class_<neo::LayerCache>(m, "LayerCache").def(py::init(&make_layer));
+  py::class_<neo::DecodePlan, std::shared_ptr<neo::DecodePlan>>(m, "DecodePlan")
+      .def(py::init(&make_plan))
+      .def("tasks", list_tasks, "[request, token_begin, token_end, partial or -1] of each task for a window (0: none)")
+      .def("poison_workspace", &neo::DecodePlan::poison_workspace);
+
+  py::class_<Ticket>(m, "Ticket")
+      .def("wait", &Ticket::wait, "Returns when the work is done; the GIL is free meanwhile")
+      .def("done", &Ticket::is_done)
+      .def_property_readonly("start_ns", &Ticket::start_ns, "When the first task began, on perf_counter_ns' clock")
+      .def_property_readonly("end_ns", &Ticket::end_ns, "When the last task ended");
+
+  py::class_<Pool>(m, "Pool")
+      .def(py::init<int, std::vector<int>, bool, std::int64_t, const std::string&>())
+      .def("submit_attention", &Pool::submit_attention)
+      .def("submit_append", &Pool::submit_append)
+      .def("submit_copy", &Pool::submit_copy)
+      .def("submit_read", &Pool::submit_read)
+      .def("close", &Pool::close)
+      .def_property_readonly("num_threads", &Pool::num_threads)
+      .def_property_readonly("parallelism", &Pool::parallelism)
+      .def_property_readonly("is_closed", &Pool::is_closed)
+      .def_property_readonly("isa", &Pool::isa)
+      .def_property_readonly("pin_failures", &Pool::pin_failures);
+}

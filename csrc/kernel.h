@@ -1,18 +1,22 @@
 // The C ABI between the partition / thread pool (callers) and the paged-attention kernels (C++ twin, ISPC).
 //
-//  1. One call = one task = one span [token_begin, token_end) of consecutive tokens of ONE request, all KV heads. The partition cuts
-//     spans at block boundaries; only a sliding window (begin) and the context length (end) may fall inside a block. Empty spans happen.
+//  1. One call = one task = one span [token_begin, token_end) of consecutive tokens of ONE request, all KV heads. The
+//     partition cuts spans at block boundaries; only a sliding window (begin) and the context length (end) may fall
+//     inside a block. Empty spans happen.
 //  2. Token t lives in block block_table[t / block_size], row t % block_size. Its K row for KV head h is
-//     k + (block * k_block_stride + h * k_head_stride + row * k_token_stride) elements; head_dim is contiguous; V likewise.
-//     Nothing outside the span's tokens may be read (free blocks are NaN-poisoned in tests); block products need 64-bit integers.
-//  3. Query head h reads KV head h / (num_q_heads / num_kv_heads). q is fp32, already multiplied by scale, in LOG2 units: without
-//     softcap dot(q, k) is the base-2 logit; with softcap > 0 the base-2 logit is softcap * tanh(dot(q, k)).
-//  4. The kernel always writes a partial: m[h] = max logit (-inf if none), l[h] = sum 2^(s - m), acc[h] = sum 2^(s - m) v, fp32, not
-//     normalised; m = -inf means l = 0 and acc = 0 (never NaN). Sinks, merging, division and conversion to the output dtype
-//     are the caller's (one shared implementation, partition.cpp). acc, m and l arrive uninitialised; write every element asked for.
-//  5. q and acc rows are q_stride / acc_stride floats apart (head_dim rounded up to 16); q's padding is zero, acc's may be written.
-//     q, acc and scratch are 64-byte aligned; K and V have only element alignment. scratch holds neo_scratch_floats() floats.
-//  6. Kernels hold no state, allocate nothing, throw nothing, and take shapes at run time. Halves are uint16 (bit patterns).
+//     k + (block * k_block_stride + h * k_head_stride + row * k_token_stride) elements; head_dim is contiguous; V
+//     likewise. Nothing outside the span's tokens may be read (free blocks are NaN-poisoned in tests); block products
+//     need 64-bit integers.
+//  3. Query head h reads KV head h / (num_q_heads / num_kv_heads). q is fp32, already multiplied by scale, in LOG2
+//     units: without softcap dot(q, k) is the base-2 logit; with softcap > 0 it is softcap * tanh(dot(q, k)).
+//  4. The kernel always writes a partial: m[h] = max logit (-inf if none), l[h] = sum 2^(s - m), acc[h] = sum 2^(s - m)
+//  v,
+//     fp32, not normalised; m = -inf means l = 0 and acc = 0 (never NaN). Sinks, merging, division and conversion to
+//     the output dtype are the caller's (attention_work.cpp). acc, m and l arrive uninitialised; write all asked for.
+//  5. q and acc rows are q_stride / acc_stride floats apart (head_dim rounded up to 16); q's padding is zero, acc's may
+//     be written. q, acc and scratch are 64-byte aligned; K and V have only element alignment. scratch holds
+//     neo_scratch_floats() floats.
+//  6. Kernels hold no state, allocate nothing, throw nothing, take shapes at run time. Halves are uint16 bit patterns.
 #ifndef NEO_COMPILE_CSRC_KERNEL_H_
 #define NEO_COMPILE_CSRC_KERNEL_H_
 
@@ -44,15 +48,20 @@ struct NeoSpan {
 };
 
 typedef void (*NeoSpanFn)(const struct NeoSpan* span);
+// dst[i] = scale * src[i]: one row from / to any NeoDtype (round to nearest even), fp32 on the other side.
+typedef void (*NeoLoadRowFn)(const void* src, int32_t dtype, float scale, float* dst, int32_t n);
+typedef void (*NeoStoreRowFn)(const float* src, float scale, void* dst, int32_t dtype, int32_t n);
 
-// Kernels of one instruction set, by KV dtype. Order in neo_kernels() = preference, best first; "scalar" is last and always there.
+// Kernels of one instruction set, by KV dtype.
 struct NeoKernelSet {
-  const char* name;        // "ispc-avx512", "ispc-avx2", "ispc-neon", "cpp-avx512", "cpp-avx2", "scalar"
-  NeoSpanFn span[3];       // by NeoDtype
+  const char* name;   // "ispc-avx512", "ispc-avx2", "ispc-neon", "cpp-avx512", "cpp-avx2", "scalar"
+  NeoSpanFn span[3];  // by NeoDtype
+  NeoLoadRowFn load_row;
+  NeoStoreRowFn store_row;
   int (*is_supported)(void);  // does this CPU run it?
 };
 
-// Every set compiled into this build; supported or not (kernel_table.cpp).
+// Every set compiled into this build, best first, supported by this CPU or not; "scalar" is last and always there.
 const struct NeoKernelSet* neo_kernels(int* count);
 
 static inline int32_t neo_padded(int32_t head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -64,25 +73,28 @@ static inline int64_t neo_scratch_floats(int32_t num_q_heads, int32_t head_dim_k
 }
 
 // The C++ twin (paged_attention_scalar.cpp), compiled once per instruction set.
-#define NEO_DECLARE_SPAN(isa)                          \
-  void neo_cpp_span_f32_##isa(const struct NeoSpan*);  \
-  void neo_cpp_span_f16_##isa(const struct NeoSpan*);  \
-  void neo_cpp_span_bf16_##isa(const struct NeoSpan*);
-NEO_DECLARE_SPAN(generic)
-NEO_DECLARE_SPAN(avx2)
-NEO_DECLARE_SPAN(avx512)
-#undef NEO_DECLARE_SPAN
+#define NEO_DECLARE_TWIN(isa)                                                                      \
+  void neo_cpp_span_f32_##isa(const struct NeoSpan* span);                                         \
+  void neo_cpp_span_f16_##isa(const struct NeoSpan* span);                                         \
+  void neo_cpp_span_bf16_##isa(const struct NeoSpan* span);                                        \
+  void neo_cpp_load_row_##isa(const void* src, int32_t dtype, float scale, float* dst, int32_t n); \
+  void neo_cpp_store_row_##isa(const float* src, float scale, void* dst, int32_t dtype, int32_t n);
+NEO_DECLARE_TWIN(generic)
+NEO_DECLARE_TWIN(avx2)
+NEO_DECLARE_TWIN(avx512)
+#undef NEO_DECLARE_TWIN
 
-// ISPC (paged_attention.ispc): exports neo_ispc_span_{f32,f16,bf16}(const uniform NeoSpan*). A multi-target build adds the suffixes; the
-// build defines NEO_ISPC_AVX2 / NEO_ISPC_AVX512 (suffixes _avx2, _avx512skx) or NEO_ISPC_NEON (one target, no suffix).
-#define NEO_DECLARE_SPAN(suffix)                        \
-  void neo_ispc_span_f32##suffix(const struct NeoSpan*);  \
-  void neo_ispc_span_f16##suffix(const struct NeoSpan*);  \
-  void neo_ispc_span_bf16##suffix(const struct NeoSpan*);
-NEO_DECLARE_SPAN()
-NEO_DECLARE_SPAN(_avx2)
-NEO_DECLARE_SPAN(_avx512skx)
-#undef NEO_DECLARE_SPAN
+// ISPC (paged_attention.ispc): exports neo_ispc_span_{f32,f16,bf16}(const uniform NeoSpan*). A multi-target build adds
+// the suffixes; the build defines NEO_ISPC_AVX2 / NEO_ISPC_AVX512 (suffixes _avx2, _avx512skx) or NEO_ISPC_NEON (one
+// target, no suffix).
+#define NEO_DECLARE_ISPC(suffix)                              \
+  void neo_ispc_span_f32##suffix(const struct NeoSpan* span); \
+  void neo_ispc_span_f16##suffix(const struct NeoSpan* span); \
+  void neo_ispc_span_bf16##suffix(const struct NeoSpan* span);
+NEO_DECLARE_ISPC()
+NEO_DECLARE_ISPC(_avx2)
+NEO_DECLARE_ISPC(_avx512skx)
+#undef NEO_DECLARE_ISPC
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,0 +1,73 @@
+#include "copy_work.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "clock.h"
+
+namespace neo {
+namespace {
+
+constexpr int64_t kTaskBytes = 256 * 1024;  // big enough to stream, small enough to balance and throttle
+constexpr int64_t kReadTaskBytes = 1024 * 1024;
+
+int32_t even_share(int32_t tasks, int32_t shares, int32_t share) {
+  return static_cast<int32_t>(static_cast<int64_t>(tasks) * share / shares);
+}
+
+}  // namespace
+
+CopyWork::CopyWork(const char* src, char* dst, int64_t block_bytes, std::vector<std::pair<int64_t, int64_t>> pairs,
+                   double max_gbps, int32_t num_shares)
+    : src_(src),
+      dst_(dst),
+      block_bytes_(block_bytes),
+      pairs_(std::move(pairs)),
+      max_gbps_(max_gbps),
+      num_shares_(std::max(1, num_shares)),
+      pairs_per_task_(std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, block_bytes))),
+      num_tasks_(static_cast<int32_t>((static_cast<int64_t>(pairs_.size()) + pairs_per_task_ - 1) / pairs_per_task_)) {}
+
+int32_t CopyWork::share_begin(int32_t share) const { return even_share(num_tasks_, num_shares_, share); }
+
+void CopyWork::run(int32_t task, AlignedBuffer&) {
+  int64_t unset = 0;
+  start_ns_.compare_exchange_strong(unset, steady_ns());
+  const int64_t begin = task * pairs_per_task_;
+  const int64_t end = std::min<int64_t>(begin + pairs_per_task_, static_cast<int64_t>(pairs_.size()));
+  for (int64_t i = begin; i < end; ++i)
+    std::memcpy(dst_ + pairs_[i].second * block_bytes_, src_ + pairs_[i].first * block_bytes_,
+                static_cast<size_t>(block_bytes_));
+  if (max_gbps_ <= 0) return;
+  const int64_t copied = copied_bytes_.fetch_add((end - begin) * block_bytes_) + (end - begin) * block_bytes_;
+  const int64_t due_ns = start_ns_.load() + static_cast<int64_t>(static_cast<double>(copied) / max_gbps_);
+  const int64_t early_ns = due_ns - steady_ns();
+  if (early_ns > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(early_ns));
+}
+
+ReadWork::ReadWork(const char* data, int64_t bytes, int32_t num_shares)
+    : data_(data),
+      bytes_(bytes),
+      num_shares_(std::max(1, num_shares)),
+      num_tasks_(static_cast<int32_t>((bytes + kReadTaskBytes - 1) / kReadTaskBytes)) {}
+
+int32_t ReadWork::share_begin(int32_t share) const { return even_share(num_tasks_, num_shares_, share); }
+
+void ReadWork::run(int32_t task, AlignedBuffer&) {
+  constexpr int kLanes = 16;
+  uint64_t lane[kLanes] = {};
+  const int64_t begin = task * kReadTaskBytes;
+  const int64_t end = std::min(begin + kReadTaskBytes, bytes_);
+  for (int64_t i = begin; i + 8 * kLanes <= end; i += 8 * kLanes) {
+    uint64_t words[kLanes];
+    std::memcpy(words, data_ + i, sizeof(words));
+    for (int j = 0; j < kLanes; ++j) lane[j] += words[j];
+  }
+  uint64_t sum = 0;
+  for (const uint64_t part : lane) sum += part;
+  sum_.fetch_add(sum, std::memory_order_relaxed);
+}
+
+}  // namespace neo

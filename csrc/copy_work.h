@@ -1,0 +1,57 @@
+// Memory work besides attention: block copies between pools (swaps), and reads that measure bandwidth.
+#ifndef NEO_COMPILE_CSRC_COPY_WORK_H_
+#define NEO_COMPILE_CSRC_COPY_WORK_H_
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "work.h"
+
+namespace neo {
+
+// Copies src block -> dst block for each pair. With max_gbps > 0 a task starts to wait once the whole copy runs ahead
+// of that rate: the emulation of a link.
+class CopyWork : public Work {
+ public:
+  CopyWork(const char* src, char* dst, int64_t block_bytes, std::vector<std::pair<int64_t, int64_t>> pairs,
+           double max_gbps, int32_t num_shares);
+
+  int32_t num_shares() const override { return num_shares_; }
+  int32_t share_begin(int32_t share) const override;
+  void run(int32_t task, AlignedBuffer& scratch) override;
+
+ private:
+  const char* src_;
+  char* dst_;
+  const int64_t block_bytes_;
+  const std::vector<std::pair<int64_t, int64_t>> pairs_;
+  const double max_gbps_;
+  const int32_t num_shares_;
+  int64_t pairs_per_task_;
+  int32_t num_tasks_;
+  std::atomic<int64_t> start_ns_{0};
+  std::atomic<int64_t> copied_bytes_{0};
+};
+
+// Reads a buffer once, sequentially by share: end_ns - start_ns gives the read bandwidth that attention competes with.
+class ReadWork : public Work {
+ public:
+  ReadWork(const char* data, int64_t bytes, int32_t num_shares);
+
+  int32_t num_shares() const override { return num_shares_; }
+  int32_t share_begin(int32_t share) const override;
+  void run(int32_t task, AlignedBuffer& scratch) override;
+
+ private:
+  const char* data_;
+  const int64_t bytes_;
+  const int32_t num_shares_;
+  int32_t num_tasks_;
+  std::atomic<uint64_t> sum_{0};  // keeps the reads alive
+};
+
+}  // namespace neo
+
+#endif  // NEO_COMPILE_CSRC_COPY_WORK_H_
