@@ -68,8 +68,8 @@ class SubBatch:
 class Swap:
     """Copy of a whole request between tiers, before the iteration: src_block_ids[i] -> dst_block_ids[i].
 
-    The source blocks are already free, and the destination table may be longer than the source by the block that this
-    iteration's token needs; only the source's blocks are copied.
+    Both lists have the same length: the blocks that hold computed KV, in order. The source blocks are already free, so
+    this iteration's tokens may be given them: every copy ends before the first attention.
     """
 
     request: Request

@@ -40,7 +40,9 @@ class Request:
         num_computed_tokens: tokens of `all_token_ids` whose KV is in the cache.
         block_ids: block table in `tier`'s pool; empty unless RUNNING.
         payload: whatever the engine keeps with the request; the scheduler never looks.
-        sequence_number, last_advanced, swapped_at: the scheduler's own marks (order of arrival, iterations).
+        sequence_number: order of arrival; the highest is the newest.
+        last_advanced: iteration in which it last advanced, or since which it waits by choice; -1 while it cannot run.
+        swapped_at: iteration of its last swap.
     """
 
     request_id: str
@@ -57,7 +59,7 @@ class Request:
     num_preemptions: int = 0
     payload: object = None
     sequence_number: int = -1
-    last_advanced: int = 0
+    last_advanced: int = -1
     swapped_at: int = 0
 
     def __post_init__(self) -> None:

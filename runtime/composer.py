@@ -1,0 +1,319 @@
+"""Steps 4 to 6 of a decision: how to compose an iteration from the work at hand. Pure: reads requests, changes nothing.
+
+Every candidate is worth the milliseconds that the same work would take without offloading (a decode at the full device
+cache's rate, a prefill by itself), so worth / time is the speed-up over device-only that the iteration achieves. This
+is the paper's x / T with prices: with bare counts a prefill is one request among many cheap decodes, is put off until
+the host cache is empty, and then there is nothing left to pipeline.
+
+Times are linear in the number of host decodes once they are no longer hidden, and so is the worth, so the best number
+is at an end of that range: all that hide, or all there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
+from neo_compile.runtime.plan import ScheduledPrefill, Strategy, SubBatch
+from neo_compile.runtime.request import Request, Tier
+
+_MAX_LEARNT_MARGIN = 0.1
+
+
+@dataclass(slots=True)
+class Work:
+    """What may run in this iteration, as steps 1 to 3 leave it.
+
+    Attributes:
+        device_prefills, device_decodes: run in any case.
+        host_prefills: KV to the host; may be dropped from the end, but for the first `num_overdue_prefills`.
+        host_decodes: the most overdue first; the first `num_overdue_decodes` must run.
+        max_tokens: token budget of the iteration; holds all decodes and the chunks above.
+        num_swapped_blocks: blocks to copy before the iteration, per layer.
+        block_size: tokens of a block.
+    """
+
+    device_prefills: list[ScheduledPrefill] = field(default_factory=list)
+    device_decodes: list[Request] = field(default_factory=list)
+    host_prefills: list[ScheduledPrefill] = field(default_factory=list)
+    host_decodes: list[Request] = field(default_factory=list)
+    num_overdue_prefills: int = 0
+    num_overdue_decodes: int = 0
+    max_tokens: int = 0
+    num_swapped_blocks: int = 0
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What work is worth, in milliseconds of an iteration.
+
+    Attributes:
+        decode_ms: one decoded token.
+        prefill_ms_per_token: the linear stages of one prompt token among many.
+        host_prefill_factor: how much more a prefill is worth that fills the host cache.
+    """
+
+    decode_ms: float
+    prefill_ms_per_token: float
+    host_prefill_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compose the iteration.
+
+    `host_decodes[:num_batch_1]` go to batch-1 and the next `num_batch_0` to batch-0 (or to the only sub-batch).
+    """
+
+    strategy: Strategy
+    num_host_prefills: int
+    num_batch_1: int
+    num_batch_0: int
+    predicted_ms: float
+    score: float
+
+
+class Composer:
+    """Candidates for one `Work`, and the best of them."""
+
+    def __init__(
+        self, work: Work, cost_model: CostModel, prices: Prices, strategies: Sequence[Strategy], min_margin: float
+    ) -> None:
+        self.work = work
+        self.cost_model = cost_model
+        self.prices = prices
+        self.strategies = strategies
+        self.min_margin = min_margin
+        self._kv_tokens = [0, *accumulate(request.num_tokens for request in work.host_decodes)]
+        self._base = self._base_loads()
+        self._worth = self._base_worth()
+
+    # Step 4
+    def place_host_decodes(self, num_prefills: int) -> list[Candidate]:
+        """Candidates with the first `num_prefills` host-bound prefills: host decodes that hide, and all of them."""
+        base = self._base[num_prefills]
+        num_decodes = self._num_decodes_in_budget(num_prefills)
+        candidates = []
+        if Strategy.UNSPLIT in self.strategies:
+            device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
+            hidden = self._largest(num_decodes, lambda num: self._host_ms(0, num) <= device_ms)
+            for num in {max(hidden, self.work.num_overdue_decodes), num_decodes}:
+                candidates.append(self._evaluate(Strategy.UNSPLIT, num_prefills, 0, num))
+        if Strategy.PIPELINED in self.strategies:
+            splits = [self._split_evenly_loaded(base, num_decodes)]
+            hidden_split = self._fill_slack(base, num_decodes)
+            if sum(hidden_split) >= self.work.num_overdue_decodes:
+                splits.append(hidden_split)
+            for num_batch_1, num_batch_0 in set(splits):
+                if num_batch_1 and base.num_tokens + num_batch_0:
+                    candidates.append(self._evaluate(Strategy.PIPELINED, num_prefills, num_batch_1, num_batch_0))
+        return candidates
+
+    def _fill_slack(self, base: SubBatchLoad, limit: int) -> tuple[int, int]:
+        """The most host decodes under the hiding constraints T_l0 >= T_ca1 and T_l1 + T_ga0 >= T_ca0.
+
+        Each sub-batch's host decodes lengthen its own linear stage, which gives the other's more room: a few rounds
+        reach the fixed point.
+        """
+        device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
+        num_batch_1 = num_batch_0 = 0
+        for _ in range(3):
+            before = (num_batch_1, num_batch_0)
+            room = self.cost_model.linear_ms(base.num_tokens + num_batch_0)
+            num_batch_1 = self._largest(limit, lambda num, room=room: self._host_ms(0, num) <= room)
+            room = self.cost_model.linear_ms(num_batch_1) + device_ms
+            num_batch_0 = self._largest(
+                limit - num_batch_1,
+                lambda num, room=room, first=num_batch_1: self._host_ms(first, first + num) <= room,
+            )
+            if (num_batch_1, num_batch_0) == before or num_batch_1 + num_batch_0 == limit:
+                break
+        return num_batch_1, num_batch_0
+
+    def _split_evenly_loaded(self, base: SubBatchLoad, num: int) -> tuple[int, int]:
+        """All `num` host decodes, split so that both sub-batches' host attention is exposed (or hidden) alike."""
+        device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
+        linear_ms = self.cost_model.linear_ms
+
+        def leans_on_batch_0(num_batch_1: int) -> bool:
+            exposed_1 = self._host_ms(0, num_batch_1) - linear_ms(base.num_tokens + num - num_batch_1)
+            exposed_0 = self._host_ms(num_batch_1, num) - linear_ms(num_batch_1) - device_ms
+            return exposed_1 <= exposed_0
+
+        num_batch_1 = max(self._largest(num, leans_on_batch_0), min(1, num))
+        return num_batch_1, num - num_batch_1
+
+    # Step 5
+    def trim_host_prefills(self) -> list[int]:
+        """Numbers of host-bound prefills worth a look: all, the fewest that still hide every host decode, the least.
+
+        Budgets are taken anew for each number, so tokens of dropped prefills go to host decodes.
+        """
+        most, least = len(self.work.host_prefills), self.work.num_overdue_prefills
+        if most == least:
+            return [most]
+        numbers = {most, least}
+        if Strategy.PIPELINED in self.strategies and self.work.host_decodes:
+            low, high = least, most
+            while low < high:
+                middle = (low + high) // 2
+                limit = self._num_decodes_in_budget(middle)
+                if sum(self._fill_slack(self._base[middle], limit)) == limit:
+                    high = middle
+                else:
+                    low = middle + 1
+            numbers.add(low)
+        return sorted(numbers, reverse=True)
+
+    # Step 6
+    def choose(self) -> Candidate:
+        """The best worth / time; the device-only plan unless another is better by its margin."""
+        best: Candidate | None = None
+        if self._may_leave_host_alone():
+            best = self._evaluate(Strategy.DEVICE_ONLY, 0, 0, 0)
+        bar = best.score if best else 0.0
+        for num_prefills in self.trim_host_prefills():
+            for candidate in self.place_host_decodes(num_prefills):
+                margin = 0.0
+                if best is not None and best.strategy is Strategy.DEVICE_ONLY:
+                    margin = self._margin(candidate.strategy)
+                if candidate.score > bar * (1.0 + margin):
+                    best, bar = candidate, candidate.score
+        if best is None:  # none of the allowed strategies can run this (a lone request cannot be split)
+            num_prefills = len(self.work.host_prefills)
+            has_host_work = bool(num_prefills or self.work.host_decodes)
+            strategy = Strategy.UNSPLIT if has_host_work else Strategy.DEVICE_ONLY
+            best = self._evaluate(strategy, num_prefills, 0, self._num_decodes_in_budget(num_prefills))
+        return best
+
+    def sub_batches(self, candidate: Candidate) -> tuple[SubBatch, ...]:
+        work = self.work
+        first = candidate.num_batch_1
+        batch_0 = SubBatch(
+            (*work.device_prefills, *work.host_prefills[: candidate.num_host_prefills]),
+            tuple(work.device_decodes),
+            tuple(work.host_decodes[first : first + candidate.num_batch_0]),
+        )
+        if candidate.strategy is not Strategy.PIPELINED:
+            return (batch_0,) if batch_0.num_requests else ()
+        return batch_0, SubBatch(host_decodes=tuple(work.host_decodes[:first]))
+
+    def _may_leave_host_alone(self) -> bool:
+        work = self.work
+        has_device_work = bool(work.device_prefills or work.device_decodes)
+        is_overdue = bool(work.num_overdue_prefills or work.num_overdue_decodes)
+        return Strategy.DEVICE_ONLY in self.strategies and has_device_work and not is_overdue
+
+    def _margin(self, strategy: Strategy) -> float:
+        return max(self.min_margin, min(self.cost_model.prediction_error[strategy], _MAX_LEARNT_MARGIN))
+
+    def _evaluate(self, strategy: Strategy, num_prefills: int, num_batch_1: int, num_batch_0: int) -> Candidate:
+        num = num_batch_1 + num_batch_0
+        kv_tokens = self._kv_tokens
+        batch_0 = self._base[num_prefills]
+        if num_batch_0:
+            batch_0 = batch_0._replace(
+                num_tokens=batch_0.num_tokens + num_batch_0,
+                num_host_decodes=num_batch_0,
+                host_kv_tokens=kv_tokens[num] - kv_tokens[num_batch_1],
+            )
+        loads = [batch_0]
+        if strategy is Strategy.PIPELINED:
+            loads.append(
+                SubBatchLoad(
+                    num_tokens=num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens[num_batch_1]
+                )
+            )
+        predicted_ms = self.cost_model.iteration_ms(strategy, loads, self.work.num_swapped_blocks)
+        worth = self._worth[num_prefills] + num * self.prices.decode_ms
+        return Candidate(
+            strategy, num_prefills, num_batch_1, num_batch_0, predicted_ms, worth / max(predicted_ms, 1e-9)
+        )
+
+    def _base_loads(self) -> list[SubBatchLoad]:
+        """Loads of batch-0 without host decodes, by the number of host-bound prefills."""
+        work = self.work
+        attention_ms = self.cost_model.prefill_attention_ms
+        load = SubBatchLoad(
+            num_tokens=sum(prefill.num_tokens for prefill in work.device_prefills) + len(work.device_decodes),
+            prefill_attention_ms=attention_ms((p.start, p.num_tokens) for p in work.device_prefills),
+            num_device_decodes=len(work.device_decodes),
+            device_kv_tokens=sum(request.num_tokens for request in work.device_decodes),
+        )
+        loads = [load]
+        for prefill in work.host_prefills:
+            load = load._replace(
+                num_tokens=load.num_tokens + prefill.num_tokens,
+                prefill_attention_ms=load.prefill_attention_ms + attention_ms([(prefill.start, prefill.num_tokens)]),
+                leaving_blocks=load.leaving_blocks - (-prefill.num_tokens // work.block_size),
+            )
+            loads.append(load)
+        return loads
+
+    def _base_worth(self) -> list[float]:
+        """Worth of what is in `_base`, in the same order."""
+        work, prices = self.work, self.prices
+        worth = len(work.device_decodes) * prices.decode_ms
+        worth += sum(self._prefill_worth(prefill) for prefill in work.device_prefills)
+        worths = [worth]
+        for prefill in work.host_prefills:
+            worth += self._prefill_worth(prefill) * prices.host_prefill_factor
+            worths.append(worth)
+        return worths
+
+    def _prefill_worth(self, prefill: ScheduledPrefill) -> float:
+        attention_ms = self.cost_model.prefill_attention_ms([(prefill.start, prefill.num_tokens)])
+        return prefill.num_tokens * self.prices.prefill_ms_per_token + self.cost_model.num_layers * attention_ms
+
+    def _num_decodes_in_budget(self, num_prefills: int) -> int:
+        return min(len(self.work.host_decodes), self.work.max_tokens - self._base[num_prefills].num_tokens)
+
+    def _device_decode_ms(self, base: SubBatchLoad) -> float:
+        return self.cost_model.device_decode_ms(base.num_device_decodes, base.device_kv_tokens)
+
+    def _host_ms(self, first: int, last: int) -> float:
+        """Host attention of `host_decodes[first:last]`."""
+        return self.cost_model.host_attention_ms(last - first, self._kv_tokens[last] - self._kv_tokens[first])
+
+    @staticmethod
+    def _largest(limit: int, is_allowed: Callable[[int], bool]) -> int:
+        """The largest number up to `limit` that is allowed; allowed means all smaller ones (but 0) are too."""
+        if limit <= 0 or is_allowed(limit):
+            return max(limit, 0)
+        low, high = 0, limit
+        while high - low > 1:
+            middle = (low + high) // 2
+            if is_allowed(middle):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def compose_symmetric(work: Work) -> tuple[SubBatch, ...]:
+    """Everything, in two sub-batches of the same mixture; one if there is a single request."""
+    prefills = (*work.device_prefills, *work.host_prefills)
+    halves = tuple(
+        SubBatch(tuple(prefills[half::2]), tuple(work.device_decodes[1 - half :: 2]), tuple(work.host_decodes[half::2]))
+        for half in (0, 1)
+    )
+    return tuple(half for half in halves if half.num_requests)
+
+
+def loads_of(sub_batches: Sequence[SubBatch], cost_model: CostModel, block_size: int) -> list[SubBatchLoad]:
+    """The loads of finished sub-batches, for a prediction."""
+    return [
+        SubBatchLoad(
+            num_tokens=sub_batch.num_tokens,
+            prefill_attention_ms=cost_model.prefill_attention_ms((p.start, p.num_tokens) for p in sub_batch.prefills),
+            num_device_decodes=len(sub_batch.device_decodes),
+            device_kv_tokens=sum(request.num_tokens for request in sub_batch.device_decodes),
+            num_host_decodes=len(sub_batch.host_decodes),
+            host_kv_tokens=sum(request.num_tokens for request in sub_batch.host_decodes),
+            leaving_blocks=sum(-(-p.num_tokens // block_size) for p in sub_batch.prefills if p.tier is Tier.HOST),
+        )
+        for sub_batch in sub_batches
+    ]
