@@ -12,38 +12,16 @@ is at an end of that range: all that hide, or all there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
+from neo_compile.runtime.decision import Work
 from neo_compile.runtime.plan import ScheduledPrefill, Strategy, SubBatch
-from neo_compile.runtime.request import Request, Tier
+from neo_compile.runtime.request import Tier
+from neo_compile.runtime.scheduler_config import SchedulerConfig
 
 _MAX_LEARNT_MARGIN = 0.1
-
-
-@dataclass(slots=True)
-class Work:
-    """What may run in this iteration, as steps 1 to 3 leave it.
-
-    Attributes:
-        device_prefills, device_decodes: run in any case.
-        host_prefills: KV to the host; may be dropped from the end, but for the first `num_overdue_prefills`.
-        host_decodes: the most overdue first; the first `num_overdue_decodes` must run.
-        max_tokens: token budget of the iteration; holds all decodes and the chunks above.
-        num_swapped_blocks: blocks to copy before the iteration, per layer.
-        block_size: tokens of a block.
-    """
-
-    device_prefills: list[ScheduledPrefill] = field(default_factory=list)
-    device_decodes: list[Request] = field(default_factory=list)
-    host_prefills: list[ScheduledPrefill] = field(default_factory=list)
-    host_decodes: list[Request] = field(default_factory=list)
-    num_overdue_prefills: int = 0
-    num_overdue_decodes: int = 0
-    max_tokens: int = 0
-    num_swapped_blocks: int = 0
-    block_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +54,33 @@ class Candidate:
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The iteration as chosen; no sub-batches if there is no work."""
+
+    strategy: Strategy
+    sub_batches: tuple[SubBatch, ...]
+    predicted_ms: float
+
+
 class Composer:
     """Candidates for one `Work`, and the best of them."""
 
-    def __init__(
-        self, work: Work, cost_model: CostModel, prices: Prices, strategies: Sequence[Strategy], min_margin: float
-    ) -> None:
+    def __init__(self, work: Work, cost_model: CostModel, prices: Prices, config: SchedulerConfig) -> None:
         self.work = work
         self.cost_model = cost_model
         self.prices = prices
-        self.strategies = strategies
-        self.min_margin = min_margin
+        self.config = config
+        self.strategies = config.allowed_strategies
         self._kv_tokens = [0, *accumulate(request.num_tokens for request in work.host_decodes)]
         self._base = self._base_loads()
         self._worth = self._base_worth()
 
-    # Step 4
-    def place_host_decodes(self, num_prefills: int) -> list[Candidate]:
-        """Candidates with the first `num_prefills` host-bound prefills: host decodes that hide, and all of them."""
+    def place_host_decodes(self, prefill_counts: Sequence[int]) -> list[Candidate]:
+        """Step 4: for each number of host-bound prefills, as many host decodes as hide, and all of them."""
+        return [candidate for num_prefills in prefill_counts for candidate in self._place(num_prefills)]
+
+    def _place(self, num_prefills: int) -> list[Candidate]:
         base = self._base[num_prefills]
         num_decodes = self._num_decodes_in_budget(num_prefills)
         candidates = []
@@ -146,9 +133,8 @@ class Composer:
         num_batch_1 = max(self._largest(num, leans_on_batch_0), min(1, num))
         return num_batch_1, num - num_batch_1
 
-    # Step 5
     def trim_host_prefills(self) -> list[int]:
-        """Numbers of host-bound prefills worth a look: all, the fewest that still hide every host decode, the least.
+        """Step 5: how many host-bound prefills to look at: all, the fewest that hide every host decode, the least.
 
         Budgets are taken anew for each number, so tokens of dropped prefills go to host decodes.
         """
@@ -168,28 +154,28 @@ class Composer:
             numbers.add(low)
         return sorted(numbers, reverse=True)
 
-    # Step 6
-    def choose(self) -> Candidate:
-        """The best worth / time; the device-only plan unless another is better by its margin."""
+    def choose(self, candidates: Sequence[Candidate]) -> Composition:
+        """Step 6: the most worth / time; the device-only plan unless another is better by a margin."""
         best: Candidate | None = None
         if self._may_leave_host_alone():
             best = self._evaluate(Strategy.DEVICE_ONLY, 0, 0, 0)
-        bar = best.score if best else 0.0
-        for num_prefills in self.trim_host_prefills():
-            for candidate in self.place_host_decodes(num_prefills):
-                margin = 0.0
-                if best is not None and best.strategy is Strategy.DEVICE_ONLY:
-                    margin = self._margin(candidate.strategy)
-                if candidate.score > bar * (1.0 + margin):
-                    best, bar = candidate, candidate.score
-        if best is None:  # none of the allowed strategies can run this (a lone request cannot be split)
-            num_prefills = len(self.work.host_prefills)
-            has_host_work = bool(num_prefills or self.work.host_decodes)
-            strategy = Strategy.UNSPLIT if has_host_work else Strategy.DEVICE_ONLY
-            best = self._evaluate(strategy, num_prefills, 0, self._num_decodes_in_budget(num_prefills))
-        return best
+        device_only_score = best.score if best else 0.0
+        for candidate in candidates:
+            bar = device_only_score * (1.0 + self._margin(candidate.strategy))
+            if candidate.score > bar and (best is None or candidate.score > best.score):
+                best = candidate
+        best = best or self._evaluate_unsplit()
+        sub_batches = self._sub_batches(best)
+        return Composition(best.strategy, sub_batches, best.predicted_ms if sub_batches else 0.0)
 
-    def sub_batches(self, candidate: Candidate) -> tuple[SubBatch, ...]:
+    def _evaluate_unsplit(self) -> Candidate:
+        """Everything in one sub-batch, where no allowed strategy can run it (a lone request cannot be split)."""
+        num_prefills = len(self.work.host_prefills)
+        num_decodes = self._num_decodes_in_budget(num_prefills)
+        strategy = Strategy.UNSPLIT if num_prefills or num_decodes else Strategy.DEVICE_ONLY
+        return self._evaluate(strategy, num_prefills, 0, num_decodes)
+
+    def _sub_batches(self, candidate: Candidate) -> tuple[SubBatch, ...]:
         work = self.work
         first = candidate.num_batch_1
         batch_0 = SubBatch(
@@ -208,7 +194,7 @@ class Composer:
         return Strategy.DEVICE_ONLY in self.strategies and has_device_work and not is_overdue
 
     def _margin(self, strategy: Strategy) -> float:
-        return max(self.min_margin, min(self.cost_model.prediction_error[strategy], _MAX_LEARNT_MARGIN))
+        return max(self.config.min_gain_margin, min(self.cost_model.prediction_error[strategy], _MAX_LEARNT_MARGIN))
 
     def _evaluate(self, strategy: Strategy, num_prefills: int, num_batch_1: int, num_batch_0: int) -> Candidate:
         num = num_batch_1 + num_batch_0
@@ -293,27 +279,28 @@ class Composer:
         return low
 
 
-def compose_symmetric(work: Work) -> tuple[SubBatch, ...]:
+def compose_symmetric(work: Work, cost_model: CostModel) -> Composition:
     """Everything, in two sub-batches of the same mixture; one if there is a single request."""
     prefills = (*work.device_prefills, *work.host_prefills)
-    halves = tuple(
+    halves = [
         SubBatch(tuple(prefills[half::2]), tuple(work.device_decodes[1 - half :: 2]), tuple(work.host_decodes[half::2]))
         for half in (0, 1)
-    )
-    return tuple(half for half in halves if half.num_requests)
-
-
-def loads_of(sub_batches: Sequence[SubBatch], cost_model: CostModel, block_size: int) -> list[SubBatchLoad]:
-    """The loads of finished sub-batches, for a prediction."""
-    return [
-        SubBatchLoad(
-            num_tokens=sub_batch.num_tokens,
-            prefill_attention_ms=cost_model.prefill_attention_ms((p.start, p.num_tokens) for p in sub_batch.prefills),
-            num_device_decodes=len(sub_batch.device_decodes),
-            device_kv_tokens=sum(request.num_tokens for request in sub_batch.device_decodes),
-            num_host_decodes=len(sub_batch.host_decodes),
-            host_kv_tokens=sum(request.num_tokens for request in sub_batch.host_decodes),
-            leaving_blocks=sum(-(-p.num_tokens // block_size) for p in sub_batch.prefills if p.tier is Tier.HOST),
-        )
-        for sub_batch in sub_batches
     ]
+    sub_batches = tuple(half for half in halves if half.num_requests)
+    strategy = Strategy.PIPELINED if len(sub_batches) == 2 else Strategy.UNSPLIT
+    loads = [load_of(sub_batch, cost_model, work.block_size) for sub_batch in sub_batches]
+    predicted_ms = cost_model.iteration_ms(strategy, loads, work.num_swapped_blocks) if loads else 0.0
+    return Composition(strategy, sub_batches, predicted_ms)
+
+
+def load_of(sub_batch: SubBatch, cost_model: CostModel, block_size: int) -> SubBatchLoad:
+    """What the time of a finished sub-batch depends on."""
+    return SubBatchLoad(
+        num_tokens=sub_batch.num_tokens,
+        prefill_attention_ms=cost_model.prefill_attention_ms((p.start, p.num_tokens) for p in sub_batch.prefills),
+        num_device_decodes=len(sub_batch.device_decodes),
+        device_kv_tokens=sum(request.num_tokens for request in sub_batch.device_decodes),
+        num_host_decodes=len(sub_batch.host_decodes),
+        host_kv_tokens=sum(request.num_tokens for request in sub_batch.host_decodes),
+        leaving_blocks=sum(-(-p.num_tokens // block_size) for p in sub_batch.prefills if p.tier is Tier.HOST),
+    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 from neo_compile.errors import ConfigError
 
 
 def _check_axis(name: str, points: Sequence[float]) -> list[float]:
-    if not points or any(b <= a for a, b in zip(points, points[1:], strict=False)) or points[0] < 0:
+    if not points or any(b <= a for a, b in pairwise(points)) or points[0] < 0:
         raise ConfigError(f"table {name!r}: points {list(points)!r}, must be non-negative and increasing")
     return [float(point) for point in points]
 

@@ -9,6 +9,7 @@ The only code that moves a request between queues or touches its blocks; it deci
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import takewhile
 
 from neo_compile.runtime.block_pool import BlockPool
 from neo_compile.runtime.plan import Swap
@@ -19,7 +20,7 @@ class Queues:
     """The waiting queue, the running requests of each tier (in order of arrival in the tier), and the block pools."""
 
     def __init__(self, device_pool: BlockPool, host_pool: BlockPool) -> None:
-        assert device_pool.tier is Tier.DEVICE and host_pool.tier is Tier.HOST, "pools in the wrong order"
+        assert (device_pool.tier, host_pool.tier) == (Tier.DEVICE, Tier.HOST), "pools in the wrong order"
         assert device_pool.block_size == host_pool.block_size, "a swap is a block copy: block sizes must be equal"
         self.pools = {Tier.DEVICE: device_pool, Tier.HOST: host_pool}
         self.waiting: OrderedDict[str, Request] = OrderedDict()
@@ -35,6 +36,14 @@ class Queues:
             if request_id in queue:
                 return queue[request_id]
         return None
+
+    def list_running(self) -> list[Request]:
+        """Device requests, then host requests."""
+        return [*self.running[Tier.DEVICE].values(), *self.running[Tier.HOST].values()]
+
+    def list_preempted(self) -> list[Request]:
+        """Waiting requests that ran before; they are at the front."""
+        return list(takewhile(lambda request: request.num_preemptions > 0, self.waiting.values()))
 
     def num_blocks_needed(self, request: Request) -> int:
         """Blocks for all tokens known so far: what a prefill writes, and what the next decode needs."""
@@ -106,13 +115,13 @@ class Queues:
                 f"{tier.value}: requests hold {len(held)} blocks ({len(set(held))} distinct), {pool.num_taken} taken"
             )
             for request in self.running[tier].values():
-                assert request.status is RequestStatus.RUNNING and request.tier is tier, request
+                assert (request.status, request.tier) == (RequestStatus.RUNNING, tier), request
                 num_blocks = pool.num_blocks_for(request.num_computed_tokens)
                 assert num_blocks <= len(request.block_ids), request
                 assert request.num_computed_tokens <= request.num_tokens, request
         for request in self.waiting.values():
-            assert request.status is RequestStatus.WAITING and request.tier is None, request
-            assert not request.block_ids and request.num_computed_tokens == 0, request
+            assert (request.status, request.tier) == (RequestStatus.WAITING, None), request
+            assert (request.block_ids, request.num_computed_tokens) == ([], 0), request
 
     def dump(self) -> str:
         """A few lines for a bug report."""
@@ -121,7 +130,7 @@ class Queues:
             for tier, pool in self.pools.items()
         ]
         lines.append(f"waiting: {len(self.waiting)} requests")
-        everything = [*self.running[Tier.DEVICE].values(), *self.running[Tier.HOST].values(), *self.waiting.values()]
+        everything = [*self.list_running(), *self.waiting.values()]
         lines.extend(
             f"  {request.request_id}: {request.status.value}, {request.num_computed_tokens} of {request.num_tokens} "
             f"tokens computed, {len(request.block_ids)} blocks, {request.num_preemptions} preemptions"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from neo_compile.runtime.block_pool import BlockPool
-from neo_compile.runtime.composer import loads_of
+from neo_compile.runtime.composer import load_of
 from neo_compile.runtime.cost_model import AnalyticCostModel, CostModel
 from neo_compile.runtime.plan import IterationPlan, Strategy
 from neo_compile.runtime.request import Request, Tier
@@ -129,7 +129,7 @@ class VirtualEngine:
     def _measure(self, plan: IterationPlan) -> float:
         if self.true_model is None or plan.is_empty:
             return plan.predicted_ms
-        loads = loads_of(plan.sub_batches, self.true_model, self.device_pool.block_size)
+        loads = [load_of(sub_batch, self.true_model, self.device_pool.block_size) for sub_batch in plan.sub_batches]
         num_swapped = sum(swap.num_blocks for swap in (*plan.swap_outs, *plan.swap_ins))
         return self.true_model.iteration_ms(plan.strategy, loads, num_swapped)
 

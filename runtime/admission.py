@@ -1,0 +1,134 @@
+"""Which prefills run, and to which tier new requests go (step 3).
+
+A request gets all blocks of its prompt when it is admitted, so a prefill under way never waits for blocks, and its tier
+stays the same over all chunks.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from neo_compile.runtime.cost_model import CostModel
+from neo_compile.runtime.decision import Decision
+from neo_compile.runtime.plan import ScheduledPrefill
+from neo_compile.runtime.queues import Queues
+from neo_compile.runtime.request import Request, Tier
+from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
+
+
+class Admission:
+    """Admission under one configuration.
+
+    Attributes:
+        max_running: requests that may hold KV at a time: the iteration can then always hold one token of each.
+        longest_linear_ms: linear stage of the largest iteration, per layer: what host attention can hide under.
+    """
+
+    def __init__(self, config: SchedulerConfig, queues: Queues, cost_model: CostModel) -> None:
+        self.config = config
+        self.policy = POLICIES[config.policy]
+        self.queues = queues
+        self.cost_model = cost_model
+        self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._reserves = config.full_cache == "reserve" and not self.policy.computes_on_host
+
+    @property
+    def longest_linear_ms(self) -> float:
+        return self.cost_model.linear_ms(self.config.max_num_batched_tokens)
+
+    @property
+    def max_request_blocks(self) -> int:
+        """The most blocks that one request can ever have."""
+        return max(self.queues.pools[tier].num_blocks for tier in self.policy.prefill_tiers)
+
+    def num_blocks_for(self, request: Request) -> int:
+        """Blocks given at admission; "reserve" gives all that the request can ever need."""
+        if not self._reserves:
+            return self.queues.num_blocks_needed(request)
+        most_tokens = request.num_prompt_tokens + request.max_tokens - 1  # the last token's KV is never written
+        num_blocks = self.queues.pools[Tier.DEVICE].num_blocks_for(max(most_tokens, request.num_tokens))
+        return min(num_blocks, self.max_request_blocks)
+
+    def continue_prefills(self, decision: Decision) -> None:
+        """The next chunks of prefills under way, oldest first."""
+        under_way = [r for queue in self.queues.running.values() for r in queue.values() if r.is_prefilling]
+        under_way.sort(key=lambda request: request.sequence_number)
+        for request in under_way:
+            if decision.num_free_tokens > 0:
+                assert request.tier is not None, request
+                self._add_chunk(decision, request, request.tier)
+
+    def admit_waiting(self, decision: Decision) -> None:
+        """First chunks of waiting requests in order, until one does not fit.
+
+        Device-bound requests are admitted at once, host-bound ones when the composed iteration keeps them.
+        """
+        host = self.queues.running[Tier.HOST].values()
+        decision.num_free_host_blocks = self.queues.pools[Tier.HOST].num_free
+        decision.num_host_residents = len(host)
+        decision.host_kv_tokens = sum(request.num_tokens for request in host)
+        if not self._may_admit(decision):
+            return
+        num_free_places = self.max_running - self.queues.num_running
+        for request in list(islice(self.queues.waiting.values(), max(num_free_places, 0))):
+            if decision.num_free_tokens <= 0 or not self._can_start(decision, request):
+                return
+            tier = self._find_tier(decision, request)
+            if tier is None:
+                return
+            self._add_chunk(decision, request, tier)
+            if tier is Tier.DEVICE:
+                self.queues.admit(request, tier, self.num_blocks_for(request))
+            else:
+                self._place_on_host(decision, request)
+
+    def _may_admit(self, decision: Decision) -> bool:
+        if self.queues.num_running == 0:
+            return True
+        has_parked = not self.policy.computes_on_host and bool(self.queues.running[Tier.HOST])
+        return not decision.preempted and not has_parked  # what was evicted comes back first
+
+    def _can_start(self, decision: Decision, request: Request) -> bool:
+        """Without chunked prefill a prompt starts only if it is finished at once, or longer than any budget."""
+        is_whole = request.num_tokens <= decision.num_free_tokens
+        return self.config.chunked_prefill or is_whole or request.num_tokens > self.config.max_num_batched_tokens
+
+    def _find_tier(self, decision: Decision, request: Request) -> Tier | None:
+        """The first tier of the policy with room for the request and for its residents to grow by a block each."""
+        num_blocks = self.num_blocks_for(request)
+        for tier in self.policy.prefill_tiers:
+            if tier is Tier.DEVICE:
+                num_free = self.queues.pools[tier].num_free
+                num_residents = len(self.queues.running[tier])
+            else:
+                num_free, num_residents = decision.num_free_host_blocks, decision.num_host_residents
+            headroom = 0 if self._reserves else num_residents
+            if num_free < num_blocks + headroom:
+                continue
+            if tier is Tier.DEVICE or num_residents == 0 or self._can_serve_on_host(decision, request):
+                return tier
+        return None
+
+    def _can_serve_on_host(self, decision: Decision, request: Request) -> bool:
+        """The largest iteration's linear stage must be able to hide the attention of all host requests."""
+        num_tokens = decision.host_kv_tokens + request.num_tokens
+        attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents + 1, num_tokens)
+        return attention_ms <= self.longest_linear_ms
+
+    def _place_on_host(self, decision: Decision, request: Request) -> None:
+        """Tentatively: the composer may drop it; from now on the request waits by our choice, so it ages."""
+        decision.num_free_host_blocks -= self.num_blocks_for(request)
+        decision.num_host_residents += 1
+        decision.host_kv_tokens += request.num_tokens
+        if request.last_advanced < 0:
+            request.last_advanced = decision.iteration
+
+    @staticmethod
+    def _add_chunk(decision: Decision, request: Request, tier: Tier) -> None:
+        start = request.num_computed_tokens
+        remaining = request.num_tokens - start
+        num_tokens = min(remaining, decision.num_free_tokens)
+        decision.num_free_tokens -= num_tokens
+        chunk = ScheduledPrefill(request, start, num_tokens, tier, samples=num_tokens == remaining)
+        prefills = decision.work.device_prefills if tier is Tier.DEVICE else decision.work.host_prefills
+        prefills.append(chunk)
