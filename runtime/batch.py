@@ -62,7 +62,7 @@ class DecodeGeometry:
         )
 
     def plan(self, requests: Sequence[Request], block_size: int, num_threads: int) -> DecodePlan:
-        """Partition the decode attention of `requests` over `num_threads`; their newest token is part of the context."""
+        """Partition the decode attention of `requests` (contexts include their newest token) over `num_threads`."""
         context_lens = np.array([request.num_tokens for request in requests], dtype=np.int32)
         tables = [request.block_ids for request in requests]
         block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)

@@ -115,7 +115,7 @@ class SubBatchAttention:
         return begun.out
 
     def drain(self) -> None:
-        """Wait for host attention that nobody will finish, after a failure: it writes to tensors that must outlive it."""
+        """After a failure: wait for host attention that nobody will finish, while its tensors are alive."""
         if self._in_flight is not None:
             self._executor.device.host_pool.wait(self._in_flight)
             self._in_flight = None

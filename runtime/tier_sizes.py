@@ -34,8 +34,8 @@ def tier_sizes(
     device, host = cache.num_blocks("device", block_bytes), cache.num_blocks("host", block_bytes)
     if device == 0:
         raise ConfigError(
-            f"the device cache's budget holds no block: one block of {cache.block_size} tokens takes {block_bytes} bytes; "
-            "raise CacheConfig.device_bytes (or device_blocks, device_tokens)"
+            f"the device cache's budget holds no block: one block of {cache.block_size} tokens takes {block_bytes} "
+            "bytes; raise CacheConfig.device_bytes (or device_blocks, device_tokens)"
         )
     if host is None:
         host = 0 if device is None else default
@@ -43,8 +43,8 @@ def tier_sizes(
     total = sum(sizes.values()) * block_bytes
     if total > available:
         raise ConfigError(
-            f"the KV cache would take {total / 2**30:.1f} GiB ({sizes[Tier.DEVICE]} device and {sizes[Tier.HOST]} host blocks "
-            f"of {block_bytes} bytes), but only {available / 2**30:.1f} GiB of memory is available: "
+            f"the KV cache would take {total / 2**30:.1f} GiB ({sizes[Tier.DEVICE]} device and {sizes[Tier.HOST]} host "
+            f"blocks of {block_bytes} bytes), but only {available / 2**30:.1f} GiB of memory is available: "
             "lower CacheConfig.host_bytes or device_bytes (or the sizes in blocks or tokens)"
         )
     return sizes

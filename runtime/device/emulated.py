@@ -118,7 +118,8 @@ def open_device(config: DeviceConfig, *, has_host_cache: bool) -> Device:
     for name, value in (("device_threads", num_device), ("host_threads", num_host)):
         if value > len(cpus):
             raise ConfigError(
-                f"DeviceConfig.{name} is {value}, but this process may use {len(cpus)} cores (affinity and cgroup quota)"
+                f"DeviceConfig.{name} is {value}, but this process may use {len(cpus)} cores "
+                "(affinity and cgroup quota)"
             )
     return EmulatedDevice(
         device_threads=num_device,
