@@ -29,7 +29,9 @@ class ConfigError(NeoError, ValueError):
 class CapacityError(NeoError, ValueError):
     """Something can never fit: the message names what it needs, the limit, and the knob that raises the limit."""
 
-    def __init__(self, message: str, *, need: int | None = None, limit: int | None = None, knob: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, need: int | None = None, limit: int | None = None, knob: str | None = None
+    ) -> None:
         super().__init__(message)
         self.need = need
         self.limit = limit

@@ -1,0 +1,214 @@
+"""Captures a Hugging Face decoder for the runtime: tokens of any mixture of requests, one graph for every size.
+
+The unit of execution is tokens: input_ids [1, T] holds prefill chunks and single decode tokens side by side. All but
+attention is per token, and attention is handed to whoever runs the `StagedModel`. For the capture only, the model's
+attention implementation is ours (see hf_attention), and no mask is ever built.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.source import LocalSource, TensorPropertySource
+
+from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
+from neo_compile.errors import UnsupportedModelError
+from neo_compile.hf_attention import SiteRecord, attention_for_recording, attention_for_tracing, installed_attention
+from neo_compile.hf_checks import LogitsCall, check_model, complete_records
+from neo_compile.passes.compile_stages import compile_stages
+from neo_compile.passes.split_stages import build_program, find_sites, flatten_batch, split_stages
+from neo_compile.probe import check_against
+from neo_compile.staged import SizeInput, StagedModel
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+
+
+def capture(
+    model: torch.nn.Module,
+    *,
+    stages: StageKind = "inductor",
+    packed_linear: PackedLinear = "auto",
+    dtype: torch.dtype | None = None,
+    num_threads: int | None = None,
+) -> StagedModel:
+    """Capture a Hugging Face causal language model as linear stages and attention sites.
+
+    Args:
+        stages: how linear stages run; "eager" needs no C++ compiler.
+        packed_linear: keep a second, prepacked copy of weights for the CPU's matrix kernels; "auto" where it pays.
+        dtype: run a converted copy of the model in this dtype; None keeps the model's own.
+        num_threads: threads that compiled stages use; None is torch's current number.
+
+    Returns:
+        A staged model with inputs input_ids and position_ids [1, T] and logit_rows [R] (all int64; the rows of T whose
+        logits are wanted), and the result (logits [1, R, vocabulary],). It reads the model's parameters by reference.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served exactly; `.reason` says why.
+    """
+    check_choice("stages", stages, STAGE_KINDS)
+    check_choice("packed_linear", packed_linear, (True, False, "auto"))
+    if dtype is not None and next(model.parameters()).dtype != dtype:
+        model = copy.deepcopy(model).to(dtype)
+    was_training = model.training
+    model.eval()
+    try:
+        # The attention implementation is switched in the model's config, so captures exclude each other.
+        with _lock, torch.no_grad():
+            traced = trace_model(model)
+            staged = _stage(traced, stages, packed_linear, num_threads)
+            _probe(model, traced.call, staged)
+    finally:
+        model.train(was_training)
+    return staged
+
+
+@dataclass
+class TracedModel:
+    """A model's graph over tokens: one `neo::attention` per layer, inputs named."""
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    named_inputs: list[str | SizeInput | None]
+    records: list[SiteRecord]
+    call: LogitsCall
+
+
+def trace_model(model: torch.nn.Module) -> TracedModel:
+    """The graph of `model` (in eval mode, without gradients), with all that is known to go wrong checked.
+
+    Raises:
+        UnsupportedModelError: `.reason` says why.
+    """
+    call = check_model(model)
+    records: list[SiteRecord] = []
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    rows = torch.arange(3, device=device)
+    with installed_attention(model, attention_for_recording(records)):
+        try:
+            call(tokens, rows[None], rows)
+        except KeyError as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not use transformers' AttentionInterface"
+            ) from error
+    records = complete_records(model, records)
+    with installed_attention(model, attention_for_tracing):
+        gm, example_inputs = _trace(call, device)
+    sites = find_sites(gm.graph)
+    if len(sites) != len(records):
+        raise UnsupportedModelError(
+            f"{len(sites)} attention sites in the graph, but the model calls attention {len(records)} times"
+        )
+    for index, (site, record) in enumerate(zip(sites, records, strict=True)):
+        site.update_arg(5, index)
+        site.update_arg(8, record.window)
+    gm.recompile()
+    return TracedModel(gm, example_inputs, _name_inputs(model, gm, example_inputs), records, call)
+
+
+class _TracedError(Exception):
+    """Ends the traced call once the graph is there."""
+
+
+def _trace(call: LogitsCall, device: torch.device) -> tuple[fx.GraphModule, list[Any]]:
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        found.append((gm, list(example_inputs)))
+
+        def stop(*_: Any) -> Any:
+            raise _TracedError
+
+        return stop
+
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        torch._check(input_ids.shape[1] == position_ids.shape[1])
+        return call(input_ids, position_ids, logit_rows)
+
+    # A code object of its own: what Dynamo caches for it dies with it, and captures share no recompile limit.
+    function = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__
+    )
+    tokens = torch.zeros(1, 5, dtype=torch.int64, device=device)
+    positions = torch.arange(5, device=device)[None]
+    rows = torch.arange(2, device=device)
+    for tensor, dim in ((tokens, 1), (positions, 1), (rows, 0)):
+        mark_unbacked(tensor, dim)
+    compiled = torch.compile(function, backend=keep, fullgraph=True, dynamic=False)
+    try:
+        # Floats stay constants of the graph, also for the second model of a process.
+        with torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False):
+            compiled(tokens, positions, rows)
+    except _TracedError:
+        pass
+    except torch._dynamo.exc.Unsupported as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModelError(f"torch.compile cannot capture the model in one graph: {reason}") from error
+    (graph,) = found
+    return graph
+
+
+def _name_inputs(
+    model: torch.nn.Module, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> list[str | SizeInput | None]:
+    """For each placeholder: an input's name, a size of one, or None for a parameter or buffer of the model."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    names: list[str | SizeInput | None] = []
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs, strict=True):
+        source = getattr(node, "_dynamo_source", None)
+        if isinstance(source, TensorPropertySource) and isinstance(source.base, LocalSource):
+            names.append(SizeInput(source.base.local_name, int(source.idx or 0)))
+        elif isinstance(source, LocalSource):
+            names.append(source.local_name)
+        elif isinstance(example, torch.Tensor) and id(example) in known:
+            names.append(None)
+        else:
+            raise UnsupportedModelError(
+                f"the model's forward reads {node.name}, which is neither a parameter nor an input"
+            )
+    return names
+
+
+def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, num_threads: int | None) -> StagedModel:
+    gm = flatten_batch(traced.gm)
+    split = split_stages(gm)
+    functions, keys = compile_stages(split, stages=stages, num_threads=num_threads)
+    bound = {
+        register: value
+        for register, name, value in zip(split.inputs, traced.named_inputs, traced.example_inputs, strict=True)
+        if name is None and register is not None
+    }
+    program = build_program(split, functions, bound)
+    return StagedModel(program, num_artifacts=len(set(keys) - {-1}), named_inputs=traced.named_inputs, stage_keys=keys)
+
+
+def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> None:
+    parameter = next(model.parameters())
+
+    def reference(input_ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        return call(input_ids, positions[None], positions)
+
+    windows = [site.window for site in staged.sites if site.window is not None and site.window < 64]
+    error = check_against(
+        staged,
+        reference,
+        vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator, union-attr]
+        dtype=parameter.dtype,
+        device=parameter.device,
+        lengths=(5, 8 + max(windows, default=0)),
+    )
+    logger.info("captured %d attention sites; logits within %.1e of the model's own", len(staged.sites), error)

@@ -1,0 +1,126 @@
+"""The attention functions that a Hugging Face model calls while it is captured.
+
+`AttentionInterface` hands over what a mask would otherwise encode: scale, window, softcap and sinks arrive as keywords.
+The model runs once eagerly with a recording function, which sees those keywords and the calling module, and is then
+traced with a function that leaves one `neo::attention` per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neo_compile.errors import UnsupportedModelError
+
+IMPLEMENTATION = "neo"
+
+# Keywords that do not change what attention computes once there is no mask and no cache.
+_HARMLESS = frozenset(
+    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
+    "logits_to_keep num_items_in_batch deterministic training is_causal position_embeddings".split()
+)
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What one call of the attention interface was given."""
+
+    layer_index: int | None
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_window_keyword: bool
+
+
+def attention_for_tracing(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """One `neo::attention` from [B, H, S, D] q, k, v, made token-major and contiguous before the cut."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (query, key, value))
+    out = torch.ops.neo.attention(q, k, v, None, s_aux, -1, scale, True, sliding_window, softcap)
+    return out, None
+
+
+def attention_for_recording(records: list[SiteRecord]) -> Callable[..., tuple[torch.Tensor, None]]:
+    """An attention function that appends what it is given to `records`, and computes attention.
+
+    It raises UnsupportedModelError for anything that `neo::attention` has no argument for.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **keywords: Any,
+    ) -> tuple[torch.Tensor, None]:
+        name = type(module).__name__
+        if attention_mask is not None:
+            raise UnsupportedModelError(f"{name} hands its attention a mask that it builds itself")
+        if keywords.get("is_causal", True) is False or getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(f"{name} is not causal")
+        for keyword, argument in keywords.items():
+            if keyword not in _HARMLESS and argument is not None and argument is not False:
+                raise UnsupportedModelError(f"{name} gives its attention an unknown keyword {keyword!r}")
+        if key.shape[2] != query.shape[2]:
+            raise UnsupportedModelError(f"{name} attends to {key.shape[2]} keys with {query.shape[2]} tokens given")
+        records.append(
+            SiteRecord(
+                layer_index=getattr(module, "layer_idx", None),
+                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                window=None if sliding_window is None else int(sliding_window),
+                softcap=None if softcap is None else float(softcap),
+                has_window_keyword=sliding_window is not None,
+            )
+        )
+        return attention_for_tracing(module, query, key, value, None, scaling, sliding_window, softcap, s_aux)
+
+    return attention
+
+
+@contextmanager
+def installed_attention(
+    model: torch.nn.Module, function: Callable[..., tuple[torch.Tensor, None]]
+) -> Generator[None, None, None]:
+    """While active, `model` computes attention by `function` and builds no masks. Other models are not touched."""
+    from transformers import AttentionInterface, PretrainedConfig
+
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    configs = {key: config for key, config in configs.items() if isinstance(config, PretrainedConfig)}
+    subconfigs = [getattr(c, name, None) for c in configs.values() for name in getattr(c, "sub_configs", {})]
+    configs.update({id(config): config for config in subconfigs if isinstance(config, PretrainedConfig)})
+    saved = [(config, config._attn_implementation_internal) for config in configs.values()]
+    mapping = AttentionInterface._global_mapping
+    previous = mapping.get(IMPLEMENTATION)
+    mapping[IMPLEMENTATION] = function
+    for config in configs.values():
+        config._attn_implementation_internal = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        for config, implementation in saved:
+            config._attn_implementation_internal = implementation
+        if previous is None:
+            del mapping[IMPLEMENTATION]
+        else:
+            mapping[IMPLEMENTATION] = previous

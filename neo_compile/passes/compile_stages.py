@@ -1,0 +1,114 @@
+"""Gives every stage a function; structurally equal stages share one.
+
+Parameters are stage inputs, so the stages of equal layers differ in nothing but the registers they read, and the
+number of compilations does not grow with the number of layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from neo_compile.passes.split_stages import SplitGraph, StageGraph
+from neo_compile.staged import StageFunction
+
+logger = logging.getLogger(__name__)
+
+
+def structural_key(gm: fx.GraphModule) -> tuple[Any, ...]:
+    """Equal for graphs that compute the same on equally shaped inputs: operators, wiring, input metadata."""
+    index: dict[fx.Node, int] = {}
+    rows: list[Any] = []
+    for node in gm.graph.nodes:
+        args = _describe((node.args, node.kwargs), index, gm)
+        target = node.target if node.op in ("call_function", "call_method") else None
+        value = _metadata(node.meta.get("example_value")) if node.op == "placeholder" else None
+        if node.op == "get_attr":
+            value = id(_attribute(gm, str(node.target)))
+        rows.append((node.op, target, args, value))
+        index[node] = len(index)
+    return tuple(rows)
+
+
+def compile_stages(
+    split: SplitGraph, *, stages: str, num_threads: int | None = None
+) -> tuple[list[StageFunction | None], list[int]]:
+    """One function per stage, and for each stage the index of the distinct artefact it runs (-1: no operators).
+
+    Args:
+        stages: "inductor" or "eager".
+        num_threads: Inductor bakes the thread count into its loops; None takes torch's current one.
+    """
+    functions: list[StageFunction | None] = []
+    keys: list[int] = []
+    artifacts: dict[tuple[Any, ...], StageFunction] = {}
+    order: dict[tuple[Any, ...], int] = {}
+    for stage in split.stages:
+        if stage.num_operators == 0:
+            functions.append(None)
+            keys.append(-1)
+            continue
+        key = structural_key(stage.graph_module)
+        if key not in artifacts:
+            artifacts[key] = _compile(stage, stages, num_threads)
+            order[key] = len(order)
+        functions.append(artifacts[key])
+        keys.append(order[key])
+    logger.info("%d linear stages, %d distinct", len(split.stages), len(artifacts))
+    return functions, keys
+
+
+def _compile(stage: StageGraph, stages: str, num_threads: int | None) -> StageFunction:
+    if stages == "eager":
+        return _eager(stage.graph_module)
+    from neo_compile.passes.inductor import compile_with_inductor
+
+    return compile_with_inductor(stage.graph_module, stage.example_inputs(), num_threads=num_threads)
+
+
+def _eager(gm: fx.GraphModule) -> StageFunction:
+    gm.recompile()
+    forward = gm.forward
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = forward(*values)
+        return results
+
+    return run
+
+
+def _describe(value: Any, index: dict[fx.Node, int], gm: fx.GraphModule) -> Any:
+    if isinstance(value, fx.Node):
+        return ("node", index[value])
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(_describe(item, index, gm) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((key, _describe(item, index, gm)) for key, item in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_describe(item, index, gm) for item in (value.start, value.stop, value.step)))
+    if isinstance(value, float):
+        return ("float", value.hex())
+    return (type(value).__name__, repr(value))
+
+
+def _metadata(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return (type(value).__name__, str(value))
+    return (
+        str(tuple(value.shape)),
+        str(value.stride()) if value.layout == torch.strided else str(value.layout),
+        str(value.dtype),
+        str(value.device),
+        str(value.storage_offset()) if value.layout == torch.strided else "",
+    )
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value

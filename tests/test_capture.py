@@ -1,0 +1,116 @@
+"""Captures for the runtime: logits of ragged batches equal the model's own, or the model is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from neo_compile.capture import capture
+from neo_compile.errors import ConfigError, UnsupportedModelError
+from neo_compile.probe import ContiguousAttention, ContiguousKV
+from neo_compile.staged import StagedModel
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, eager_logits, tiny_model
+
+
+def run_ragged(staged: StagedModel, prompts: list[list[int]], chunks: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of each prompt; iteration i runs chunks[i][r] tokens of request r side by side."""
+    caches = [ContiguousKV() for _ in prompts]
+    done = [0] * len(prompts)
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for sizes in chunks:
+        rows = [(r, done[r], done[r] + size) for r, size in enumerate(sizes) if size]
+        tokens = [token for r, start, end in rows for token in prompts[r][start:end]]
+        positions = [position for _, start, end in rows for position in range(start, end)]
+        handler = ContiguousAttention([(caches[r], end - start) for r, start, end in rows])
+        (out,) = staged.run(
+            handler,
+            input_ids=torch.tensor([tokens]),
+            position_ids=torch.tensor([positions]),
+            logit_rows=torch.arange(len(tokens)),
+        )
+        for (r, _, end), part in zip(rows, out[0].split([b - a for _, a, b in rows]), strict=True):
+            logits[r].append(part)
+            done[r] = end
+    assert done == [len(prompt) for prompt in prompts]
+    return [torch.cat(parts) for parts in logits]
+
+
+PROMPTS = [[5, 9, 2, 44, 60, 7, 7, 1, 30], [80, 3], [11, 12, 13, 14, 15]]
+CHUNKS = [[4, 1, 0], [1, 1, 3], [3, 0, 1], [1, 0, 1]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_batches_equal_eager(family: str) -> None:
+    model = tiny_model(family)
+    staged = capture(model, stages="eager")
+    for logits, prompt in zip(run_ragged(staged, PROMPTS, CHUNKS), PROMPTS, strict=True):
+        torch.testing.assert_close(logits, eager_logits(model, prompt), atol=2e-4, rtol=2e-4)
+
+
+def test_capture_leaves_no_trace() -> None:
+    model = tiny_model("Llama", attn_implementation="eager")
+    before = eager_logits(model, PROMPTS[0])
+    model.train()
+    capture(model, stages="eager")
+    assert model.training
+    assert model.config._attn_implementation == "eager"
+    assert "neo" not in transformers.AttentionInterface._global_mapping
+    assert torch.equal(eager_logits(model.eval(), PROMPTS[0]), before)
+
+
+def test_parameters_are_read_by_reference() -> None:
+    model = tiny_model("Llama")
+    staged = capture(model, stages="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    (logits,) = run_ragged(staged, PROMPTS[:1], [[9]])
+    torch.testing.assert_close(logits, eager_logits(model, PROMPTS[0]), atol=2e-4, rtol=2e-4)
+
+
+def test_only_the_asked_rows_have_logits() -> None:
+    model = tiny_model("Llama")
+    staged = capture(model, stages="eager")
+    inputs = {"input_ids": torch.tensor([PROMPTS[0]]), "position_ids": torch.arange(9)[None]}
+    (logits,) = staged(*inputs.values(), torch.tensor([8, 2]))
+    assert logits.shape == (1, 2, VOCAB_SIZE)
+    torch.testing.assert_close(logits[0], eager_logits(model, PROMPTS[0])[[8, 2]], atol=2e-4, rtol=2e-4)
+
+
+def test_number_of_distinct_stages_does_not_grow_with_layers() -> None:
+    counts = {layers: capture(tiny_model("Llama", num_layers=layers), stages="eager") for layers in (3, 7)}
+    assert {layers: staged.num_artifacts for layers, staged in counts.items()} == {3: 3, 7: 3}
+    assert counts[7].num_stages == 8
+    assert counts[7].stage_keys == (0, 1, 1, 1, 1, 1, 1, 2)
+
+
+def test_dtype_converts_a_copy() -> None:
+    model = tiny_model("Llama")
+    staged = capture(model, stages="eager", dtype=torch.bfloat16)
+    assert staged.sites[0].dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("Bloom", {"n_layer": 2, "n_head": 4}, "position_ids"),
+        ("Mamba", {}, "linear_attention"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(family: str, overrides: dict[str, object], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        capture(tiny_model(family, **overrides), stages="eager")
+
+
+def test_not_a_hugging_face_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="PreTrainedModel"):
+        capture(torch.nn.Linear(2, 2), stages="eager")
+
+
+@pytest.mark.parametrize(("option", "value"), [("stages", "triton"), ("packed_linear", 3)])
+def test_bad_options_list_the_valid_ones(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option}={value!r}, must be one of"):
+        capture(tiny_model("Llama"), **{option: value})  # type: ignore[arg-type]
