@@ -1,0 +1,62 @@
+"""The `neo` command. Each subcommand is a module with `add_parser(subparsers)` and `run(args) -> exit code`.
+
+Exit codes: 0 success, 1 a check failed, 2 the request cannot be served as asked (one line says why), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from neo_compile import __version__
+from neo_compile.errors import NeoError
+
+COMMANDS = ("generate", "demo", "explain_command", "doctor")
+
+DESCRIPTION = """\
+neo_compile serves more requests from a device whose memory is full: part of the requests keep their KV cache
+and their decode attention on the host CPU, beside the device's linear work."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="neo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"neo_compile {__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"neo_compile.app.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. User errors are one line on standard error and exit code 2; bugs keep their traceback."""
+    # Progress bars of weight loading would tear the status line apart.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        exit_code: int = args.run(args)
+        sys.stdout.flush()
+    except NeoError as error:
+        print(f"neo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("neo: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `neo ... | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

