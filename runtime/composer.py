@@ -86,7 +86,7 @@ class Composer:
         candidates = []
         if Strategy.UNSPLIT in self.strategies:
             device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
-            hidden = self._largest(num_decodes, lambda num: self._host_ms(0, num) <= device_ms)
+            hidden = self._num_hidden(0, num_decodes, device_ms)
             for num in {max(hidden, self.work.num_overdue_decodes), num_decodes}:
                 candidates.append(self._evaluate(Strategy.UNSPLIT, num_prefills, 0, num))
         if Strategy.PIPELINED in self.strategies:
@@ -109,13 +109,9 @@ class Composer:
         num_batch_1 = num_batch_0 = 0
         for _ in range(3):
             before = (num_batch_1, num_batch_0)
-            room = self.cost_model.linear_ms(base.num_tokens + num_batch_0)
-            num_batch_1 = self._largest(limit, lambda num, room=room: self._host_ms(0, num) <= room)
-            room = self.cost_model.linear_ms(num_batch_1) + device_ms
-            num_batch_0 = self._largest(
-                limit - num_batch_1,
-                lambda num, room=room, first=num_batch_1: self._host_ms(first, first + num) <= room,
-            )
+            num_batch_1 = self._num_hidden(0, limit, self.cost_model.linear_ms(base.num_tokens + num_batch_0))
+            room_ms = self.cost_model.linear_ms(num_batch_1) + device_ms
+            num_batch_0 = self._num_hidden(num_batch_1, limit, room_ms)
             if (num_batch_1, num_batch_0) == before or num_batch_1 + num_batch_0 == limit:
                 break
         return num_batch_1, num_batch_0
@@ -263,6 +259,10 @@ class Composer:
     def _host_ms(self, first: int, last: int) -> float:
         """Host attention of `host_decodes[first:last]`."""
         return self.cost_model.host_attention_ms(last - first, self._kv_tokens[last] - self._kv_tokens[first])
+
+    def _num_hidden(self, first: int, limit: int, room_ms: float) -> int:
+        """How many of `host_decodes[first:limit]`, from the first, have their attention done in `room_ms`."""
+        return self._largest(limit - first, lambda num: self._host_ms(first, first + num) <= room_ms)
 
     @staticmethod
     def _largest(limit: int, is_allowed: Callable[[int], bool]) -> int:

@@ -13,6 +13,7 @@ bounds the layer's period from below. Whole-request swaps come before the iterat
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -154,7 +155,7 @@ class CostModel(ABC):
 
 def _correct(factor: float, ratio: float) -> float:
     bounded = min(max(ratio, 1.0 / _MAX_STEP), _MAX_STEP)
-    return min(max(factor * bounded**_SMOOTHING, 1.0 / _MAX_CORRECTION), _MAX_CORRECTION)
+    return min(max(factor * math.pow(bounded, _SMOOTHING), 1.0 / _MAX_CORRECTION), _MAX_CORRECTION)
 
 
 class AnalyticCostModel(CostModel):
