@@ -89,10 +89,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, tuple(POLICIES))
         _check_choice("full_cache", self.full_cache, FULL_CACHE_ANSWERS)
-        for name in self.strategies or ():
-            _check_choice("strategies", name, tuple(strategy.value for strategy in POLICIES[self.policy].strategies))
-        if self.strategies is not None and not self.strategies:
-            raise ConfigError("strategies=(), must name at least one strategy")
+        self._check_strategies()
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_idle_iterations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}, must be at least 1")
@@ -101,6 +98,20 @@ class SchedulerConfig:
                 raise ConfigError(f"{name}={getattr(self, name)}, must not be negative")
         if not 0.0 < self.swap_in_threshold <= 1.0:
             raise ConfigError(f"swap_in_threshold={self.swap_in_threshold}, must be in (0, 1]")
+
+    def _check_strategies(self) -> None:
+        policy = POLICIES[self.policy]
+        if self.strategies is None:
+            return
+        if not self.strategies:
+            raise ConfigError("strategies=(), must name at least one strategy")
+        for name in self.strategies:
+            _check_choice("strategies", name, tuple(strategy.value for strategy in policy.strategies))
+        if policy.computes_on_host and set(self.strategies) == {Strategy.DEVICE_ONLY.value}:
+            raise ConfigError(
+                f"strategies={self.strategies!r} with policy {self.policy!r}: host requests could never decode; "
+                "use policy 'device-only', or name one more strategy"
+            )
 
     @property
     def allowed_strategies(self) -> tuple[Strategy, ...]:
