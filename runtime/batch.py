@@ -7,8 +7,9 @@ Tokens of a sub-batch lie in this order (T = all of them):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,51 +33,27 @@ class PrefillChunk:
     block_ids: torch.Tensor
 
 
+class Geometry(NamedTuple):
+    """What the partition of decode attention depends on in a site. Most models have one for all layers."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, site: AttentionSite) -> Geometry:
+        """The geometry of a site."""
+        return cls(site.num_q_heads, site.num_kv_heads, site.head_dim, site.v_head_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Decode tokens of one tier: rows [row, row + num_requests), with the partition of their KV over the threads."""
 
     row: int
     num_requests: int
-    plan: DecodePlan
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGeometry:
-    """Head counts of the attention sites, as far as the partition of decode attention depends on them.
-
-    One partition serves all layers of an iteration, so it is made for the widest site.
-    """
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, sites: Sequence[AttentionSite]) -> DecodeGeometry:
-        """The geometry that covers all `sites`."""
-        return cls(
-            max(site.num_q_heads for site in sites),
-            max(site.num_kv_heads for site in sites),
-            max(max(site.head_dim, site.v_head_dim) for site in sites),
-        )
-
-    def plan(self, requests: Sequence[Request], block_size: int, num_threads: int) -> DecodePlan:
-        """Partition the decode attention of `requests` (contexts include their newest token) over `num_threads`."""
-        context_lens = np.array([request.num_tokens for request in requests], dtype=np.int32)
-        tables = [request.block_ids for request in requests]
-        block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-        for row, table in enumerate(tables):
-            block_tables[row, : len(table)] = table
-        return plan_decode(
-            block_tables,
-            context_lens,
-            num_q_heads=self.num_q_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=block_size,
-            num_threads=num_threads,
-        )
+    plans: dict[Geometry, DecodePlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +82,13 @@ class BatchTensors:
 
 
 def build_batch(
-    sub_batch: SubBatch, *, block_size: int, num_threads: dict[Tier, int], geometry: DecodeGeometry
+    sub_batch: SubBatch, *, block_size: int, num_threads: dict[Tier, int], geometries: Collection[Geometry]
 ) -> BatchTensors:
     """Tensors of `sub_batch`; block tables are read now, as the scheduler left them.
 
     Args:
         num_threads: how many threads share the decode attention of each tier.
-        geometry: of the model's attention, for the partition of the decodes.
+        geometries: of the model's attention sites, each of which needs a partition of its own.
     """
     input_ids: list[int] = []
     positions: list[int] = []
@@ -136,8 +113,8 @@ def build_batch(
             input_ids.append(request.output_token_ids[-1])
             positions.append(request.num_tokens - 1)
         sampling += requests
-        plan = geometry.plan(requests, block_size, num_threads[tier])
-        decodes[tier] = DecodeRows(row, len(requests), plan)
+        plans = _plan_decodes(requests, block_size, num_threads[tier], geometries)
+        decodes[tier] = DecodeRows(row, len(requests), plans)
     return BatchTensors(
         input_ids=torch.tensor([input_ids], dtype=torch.int64),
         position_ids=torch.tensor([positions], dtype=torch.int64),
@@ -159,3 +136,20 @@ def _prefill_chunk(scheduled: ScheduledPrefill, row: int, block_size: int) -> Pr
         slots=Slots.of(block_ids, scheduled.start, scheduled.num_tokens, block_size),
         block_ids=torch.tensor(block_ids, dtype=torch.int64),
     )
+
+
+def _plan_decodes(
+    requests: Sequence[Request], block_size: int, num_threads: int, geometries: Collection[Geometry]
+) -> dict[Geometry, DecodePlan]:
+    """Partition the decode attention of `requests` (contexts include their newest token) over `num_threads`."""
+    context_lens = np.array([request.num_tokens for request in requests], dtype=np.int32)
+    tables = [request.block_ids for request in requests]
+    block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
+    for row, table in enumerate(tables):
+        block_tables[row, : len(table)] = table
+    return {
+        geometry: plan_decode(
+            block_tables, context_lens, block_size=block_size, num_threads=num_threads, **geometry._asdict()
+        )
+        for geometry in geometries
+    }

@@ -19,9 +19,10 @@ from types import TracebackType
 
 import torch
 
-from neo_compile.capture import capture
+from neo_compile.config import StageKind
 from neo_compile.errors import CapacityError, ConfigError
 from neo_compile.runtime.block_pool import BlockPool
+from neo_compile.runtime.captured import captured_model
 from neo_compile.runtime.cost_model import CostModel
 from neo_compile.runtime.detokenizer import Tokenizer
 from neo_compile.runtime.device import DeviceConfig, open_device
@@ -70,7 +71,7 @@ class Engine:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         device: DeviceConfig | None = None,
-        stages: str = "inductor",
+        stages: StageKind = "inductor",
         cost_model: CostModel | None = None,
     ) -> None:
         cache, scheduler, device = cache or CacheConfig(), scheduler or SchedulerConfig(), device or DeviceConfig()
@@ -85,7 +86,7 @@ class Engine:
         self._device = open_device(device, has_host_cache=has_host)
         try:
             with self._device.launching(), torch.no_grad():
-                staged = capture(model, stages=stages, num_threads=self._device.device_threads)
+                staged = captured_model(model, stages, self._device.device_threads)
                 dtype = cache.dtype or self._info.dtype
                 sizes = tier_sizes(cache, scheduler, staged.sites, dtype, self._info.max_model_len)
                 caches = {
@@ -348,8 +349,8 @@ class Engine:
             if session.request.is_finished:
                 session.finish()
                 self._stats.num_finished += 1
-                if all(sibling.request.is_finished for sibling in self._sessions[session.output_id]):
-                    del self._sessions[session.output_id]
+                if all(sibling.request.is_finished for sibling in self._sessions.get(session.output_id, ())):
+                    self._sessions.pop(session.output_id, None)
             self._outbox.put(session.output())
 
     def _count(self, plan: IterationPlan, result: IterationResult) -> None:

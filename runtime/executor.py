@@ -19,7 +19,7 @@ import torch
 
 from neo_compile.attention import AttentionSite
 from neo_compile.host_attention import Ticket
-from neo_compile.runtime.batch import BatchTensors, DecodeGeometry, DecodeRows, PrefillChunk, build_batch
+from neo_compile.runtime.batch import BatchTensors, DecodeRows, Geometry, PrefillChunk, build_batch
 from neo_compile.runtime.device import Device
 from neo_compile.runtime.kv_cache import KVCache
 from neo_compile.runtime.plan import IterationPlan, SubBatch
@@ -145,11 +145,10 @@ class SubBatchAttention:
         device, cache = self._executor.device, self._executor.caches[tier]
         pool = device.attention_pool if tier is Tier.DEVICE else device.host_pool
         span = slice(rows.row, rows.row + rows.num_requests)
-        return pool.submit(
-            rows.plan,
+        return pool.submit_layer(
+            rows.plans[Geometry.of(site)],
+            cache.layer(site.index),
             q_THD[span],
-            cache.k(site.index),
-            cache.v(site.index),
             out[span],
             scale=site.scale,
             window=site.window,
@@ -201,8 +200,8 @@ class Executor:
         self.timeline: Timeline | None = None
         self.iteration = 0
         self.pending_swaps: list[Ticket] = []
-        self._geometry = DecodeGeometry.of(staged.sites)
-        self._num_threads = {Tier.DEVICE: device.device_threads, Tier.HOST: device.host_threads}
+        self._geometries = frozenset(Geometry.of(site) for site in staged.sites)
+        self._num_threads = {Tier.DEVICE: device.attention_pool.parallelism, Tier.HOST: device.host_pool.parallelism}
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Run `plan` and return the logits of the requests that sample. Call inside `device.launching()`."""
@@ -226,7 +225,7 @@ class Executor:
 
     def _build(self, sub_batch: SubBatch) -> BatchTensors:
         block_size = self.caches[Tier.DEVICE].block_size
-        return build_batch(sub_batch, block_size=block_size, num_threads=self._num_threads, geometry=self._geometry)
+        return build_batch(sub_batch, block_size=block_size, num_threads=self._num_threads, geometries=self._geometries)
 
     def _run(self, batches: list[BatchTensors], handlers: list[SubBatchAttention]) -> torch.Tensor:
         """Drive the sub-batches' coroutines in turn until all have ended; their sampled rows' logits, [R, vocab]."""

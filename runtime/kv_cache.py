@@ -19,6 +19,7 @@ import torch
 
 from neo_compile.attention import AttentionSite
 from neo_compile.errors import ConfigError
+from neo_compile.host_attention import LayerCache
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
@@ -57,6 +58,7 @@ class CacheConfig:
             names_given = [n for n in ("blocks", "tokens", "bytes") if getattr(self, f"{tier}_{n}") is not None]
             if len(names_given) > 1:
                 raise ConfigError(f"CacheConfig: give only one of {', '.join(f'{tier}_{n}' for n in names_given)}")
+            self.num_blocks(tier, 1)
         if self.num_blocks("device", 1) == 0:
             raise ConfigError(
                 f"the device cache has a budget of 0 blocks of {self.block_size} tokens: raise CacheConfig."
@@ -147,12 +149,14 @@ class KVCache:
         self.pools: list[torch.Tensor] = []
         self._k_views: list[torch.Tensor] = []
         self._v_views: list[torch.Tensor] = []
+        self._layers: list[LayerCache] = []
         for site in sites:
             k_len, v_len = block_size * site.head_dim, block_size * site.v_head_dim
             pool = torch.empty((num_blocks, site.num_kv_heads, k_len + v_len), dtype=dtype, device=device)
             self.pools.append(pool)
             self._k_views.append(pool[..., :k_len].unflatten(-1, (block_size, site.head_dim)))
             self._v_views.append(pool[..., k_len:].unflatten(-1, (block_size, site.v_head_dim)))
+            self._layers.append(LayerCache(self._k_views[-1], self._v_views[-1]))
 
     def k(self, layer: int) -> torch.Tensor:
         """K of a layer, [num_blocks, num_kv_heads, block_size, head_dim], a view."""
@@ -161,6 +165,10 @@ class KVCache:
     def v(self, layer: int) -> torch.Tensor:
         """V of a layer, [num_blocks, num_kv_heads, block_size, v_head_dim], a view."""
         return self._v_views[layer]
+
+    def layer(self, layer: int) -> LayerCache:
+        """Both views of a layer, prepared for the decode kernels."""
+        return self._layers[layer]
 
     def write(self, layer: int, slots: Slots, k_THD: torch.Tensor, v_THD: torch.Tensor) -> None:
         """Store K and V of T tokens at their slots."""

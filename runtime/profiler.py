@@ -76,8 +76,8 @@ def measure_tables(executor: Executor) -> dict[str, Any]:
     return {
         "linear": _measure_linear(executor),
         "prefill_attention": _measure_prefill(site),
-        "device_decode": bench.decode_table(device.attention_pool, device.device_threads),
-        "host_attention": bench.decode_table(device.host_pool, device.host_threads),
+        "device_decode": bench.decode_table(device.attention_pool),
+        "host_attention": bench.decode_table(device.host_pool),
         "swap": bench.swap_table(device.host_pool, device.swap_gbps),
     }
 
@@ -132,11 +132,11 @@ class _KernelBench:
         self._cache.pools[0].zero_()
         self._random = random.Random(0)
 
-    def decode_table(self, pool: WorkerPool, num_threads: int) -> dict[str, Any]:
+    def decode_table(self, pool: WorkerPool) -> dict[str, Any]:
         """Decode attention by (requests, KV tokens in all), on `pool`."""
         rows = []
         for num_requests in DECODE_REQUESTS:
-            row = [self._decode_ms(pool, num_threads, num_requests, kv_tokens) for kv_tokens in DECODE_KV_TOKENS]
+            row = [self._decode_ms(pool, num_requests, kv_tokens) for kv_tokens in DECODE_KV_TOKENS]
             rows.append(_increasing(row))
         return {
             "requests": list(map(float, DECODE_REQUESTS)),
@@ -157,7 +157,7 @@ class _KernelBench:
             times.append(_median_ms(copy))
         return {"blocks": list(map(float, SWAP_BLOCKS)), "ms": _increasing(times)}
 
-    def _decode_ms(self, pool: WorkerPool, num_threads: int, num_requests: int, kv_tokens: int) -> float:
+    def _decode_ms(self, pool: WorkerPool, num_requests: int, kv_tokens: int) -> float:
         site = self._site
         context_len = max(1, kv_tokens // num_requests)
         blocks_each = -(-context_len // self._block_size)
@@ -171,14 +171,15 @@ class _KernelBench:
                 np.full(num_requests, context_len, dtype=np.int32),
                 num_q_heads=site.num_q_heads,
                 num_kv_heads=site.num_kv_heads,
-                head_dim=max(site.head_dim, site.v_head_dim),
+                head_dim=site.head_dim,
+                v_head_dim=site.v_head_dim,
                 block_size=self._block_size,
-                num_threads=num_threads,
+                num_threads=pool.parallelism,
             )
 
         def run(decode_plan: Any) -> None:
-            k, v = self._cache.k(0), self._cache.v(0)
-            pool.wait(pool.submit(decode_plan, q, k, v, out, scale=site.scale, window=site.window))
+            layer = self._cache.layer(0)
+            pool.wait(pool.submit_layer(decode_plan, layer, q, out, scale=site.scale, window=site.window))
 
         return _median_ms(run, setup=plan)
 

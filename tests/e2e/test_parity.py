@@ -63,7 +63,8 @@ def test_tokens_equal_hugging_face(model, prompts, expected, name):
 
 def test_pipelined_iterations_and_swaps_really_happen(model, prompts, expected):
     """The cases above would also pass if every plan were device-only."""
-    with make_engine(model, policy="neo") as engine:
+    costs = balanced_costs(host_tokens_per_ms=300.0)
+    with make_engine(model, policy="neo", cost_model=costs) as engine:
         outputs = engine.generate(prompts, greedy(MAX_TOKENS))
         stats = engine.stats()
     assert [output.token_ids for output in outputs] == expected

@@ -110,12 +110,12 @@ def run_to_end(engine: Engine, after_step: Any = None, max_steps: int = 5000) ->
 def poison_free_blocks(engine: Engine) -> None:
     """Fill every block that nobody owns with NaN: reading one shows in the tokens."""
     for tier in Tier:
-        pool = engine._scheduler.pools[tier]
+        pool = engine._scheduler.queues.pools[tier]
         engine._executor.caches[tier].poison(tuple(pool._free))
 
 
 def assert_all_blocks_free(engine: Engine) -> None:
     """No request holds a block in either tier."""
     for tier in Tier:
-        pool = engine._scheduler.pools[tier]
+        pool = engine._scheduler.queues.pools[tier]
         assert pool.num_free == pool.num_blocks, f"{pool.num_blocks - pool.num_free} blocks leaked in {tier}"
