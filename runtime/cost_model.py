@@ -123,6 +123,18 @@ class CostModel(ABC):
             layer_ms += self.swap_ms(num_swapped_blocks)
         return (self.num_layers * layer_ms + self.overhead_ms) * self.strategy_correction[strategy]
 
+    def predict_parts(self, loads: Sequence[SubBatchLoad]) -> dict[str, float]:
+        """Milliseconds of an iteration's parts over all layers, to compare with what was measured (no launches)."""
+        per_layer = dict.fromkeys(PARTS, 0.0)
+        for load in loads:
+            per_layer["linear"] += self.linear_ms(load.num_tokens)
+            per_layer["prefill_attention"] += load.prefill_attention_ms
+            per_layer["device_attention"] += self.device_decode_ms(load.num_device_decodes, load.device_kv_tokens)
+            if load.num_host_decodes:
+                host_ms = self.host_attention_ms(load.num_host_decodes, load.host_kv_tokens)
+                per_layer["host_attention"] += host_ms - self.launch_ms
+        return {part: self.num_layers * part_ms for part, part_ms in per_layer.items()}
+
     def _sides(self, load: SubBatchLoad) -> tuple[float, float, float]:
         """T_l, T_ga, T_ca of one sub-batch, per layer."""
         return (

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from neo_compile.errors import CapacityError, NeoError
 from neo_compile.runtime.admission import Admission
 from neo_compile.runtime.block_pool import BlockPool
-from neo_compile.runtime.composer import Composer, Composition, Prices, compose_symmetric
+from neo_compile.runtime.composer import Composer, Composition, Prices, compose_symmetric, load_of
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
 from neo_compile.runtime.decision import Decision, Work
 from neo_compile.runtime.plan import IterationPlan, Strategy
@@ -98,15 +98,23 @@ class Scheduler:
         return self._commit(decision, composition)
 
     def complete(
-        self, plan: IterationPlan, stop: Mapping[str, FinishReason] | None = None, measured_ms: float | None = None
+        self,
+        plan: IterationPlan,
+        stop: Mapping[str, FinishReason] | None = None,
+        measured_ms: float | None = None,
+        measured_parts: Mapping[str, float] | None = None,
     ) -> None:
         """Takes note that `plan` has run and its sampled tokens have been appended to the requests' outputs.
 
         Args:
             stop: requests to end, by id ("stop", "length", "error", ...); `max_tokens` is enforced here besides.
             measured_ms: what the iteration took, to correct the cost model.
+            measured_parts: what parts of it took (`cost_model.PARTS`, summed over layers and sub-batches), where known;
+                the time of the host attention is the one that matters most.
         """
         stop = stop or {}
+        if not plan.is_empty:
+            self._observe(plan, measured_ms, measured_parts or {})
         for sub_batch in plan.sub_batches:
             for prefill in sub_batch.prefills:
                 self._advance(prefill.request, prefill.num_tokens, prefill.samples, stop)
@@ -114,8 +122,6 @@ class Scheduler:
                 self._advance(decode, 1, True, stop)
         for request_id, reason in stop.items():
             self.abort(request_id, reason)
-        if measured_ms is not None and not plan.is_empty:
-            self.cost_model.observe(plan.strategy, plan.predicted_ms, measured_ms)
 
     @property
     def has_unfinished(self) -> bool:
@@ -214,6 +220,16 @@ class Scheduler:
             )
             if len(request.output_token_ids) >= request.max_tokens:
                 self.queues.finish(request, "length")
+
+    def _observe(self, plan: IterationPlan, measured_ms: float | None, measured_parts: Mapping[str, float]) -> None:
+        if measured_parts:
+            block_size = self.queues.pools[Tier.DEVICE].block_size
+            loads = [load_of(sub_batch, self.cost_model, block_size) for sub_batch in plan.sub_batches]
+            predicted_parts = self.cost_model.predict_parts(loads)
+            for part, part_ms in measured_parts.items():
+                self.cost_model.observe_part(part, predicted_parts[part], part_ms)
+        if measured_ms is not None:
+            self.cost_model.observe(plan.strategy, plan.predicted_ms, measured_ms)
 
     def _is_overdue(self, request: Request) -> bool:
         return 0 <= request.last_advanced < self.iteration - self.config.max_idle_iterations

@@ -72,7 +72,7 @@ class VirtualEngine:
         result.num_swaps += len(plan.swap_outs) + len(plan.swap_ins)
         result.num_preemptions += len(plan.preempted)
         result.finished.extend(plan.finished)
-        measured_ms = self._measure(plan)
+        measured_ms, measured_parts = self._measure(plan)
         result.elapsed_ms += measured_ms
         if not plan.is_empty:
             result.iterations[plan.strategy] += 1
@@ -81,7 +81,7 @@ class VirtualEngine:
             sampling = [p.request for p in sub_batch.prefills if p.samples]
             for request in (*sampling, *sub_batch.device_decodes, *sub_batch.host_decodes):
                 request.output_token_ids.append(len(request.output_token_ids))
-        self.scheduler.complete(plan, {}, measured_ms)
+        self.scheduler.complete(plan, {}, measured_ms, measured_parts)
         result.finished.extend(request for request in running if request.is_finished)
         if self.check:
             self._check_idleness(running)
@@ -126,12 +126,14 @@ class VirtualEngine:
             assert len(swap.src_block_ids) == len(swap.dst_block_ids)
             assert swap.request.block_ids[: swap.num_blocks] == list(swap.dst_block_ids)
 
-    def _measure(self, plan: IterationPlan) -> float:
+    def _measure(self, plan: IterationPlan) -> tuple[float, dict[str, float]]:
+        """Milliseconds of the iteration and of its host attention."""
         if self.true_model is None or plan.is_empty:
-            return plan.predicted_ms
+            return plan.predicted_ms, {}
         loads = [load_of(sub_batch, self.true_model, self.device_pool.block_size) for sub_batch in plan.sub_batches]
         num_swapped = sum(swap.num_blocks for swap in (*plan.swap_outs, *plan.swap_ins))
-        return self.true_model.iteration_ms(plan.strategy, loads, num_swapped)
+        host_ms = self.true_model.predict_parts(loads)["host_attention"]
+        return self.true_model.iteration_ms(plan.strategy, loads, num_swapped), {"host_attention": host_ms}
 
     def _check_idleness(self, advanced: Sequence[Request]) -> None:
         now = self.result.num_iterations
