@@ -64,7 +64,7 @@ class EmulatedDevice:
                 host_threads,
                 len(cpus),
             )
-        device_pool_cpus = None if self._device_cpus is None else cpus[1:device_threads]
+        device_pool_cpus = cpus[1:device_threads] if self._device_cpus is not None and device_threads > 1 else None
         self.attention_pool = WorkerPool(device_threads - 1, cpus=device_pool_cpus, participate=True)
         self.host_pool = WorkerPool(host_threads, cpus=host_cpus)
 
