@@ -49,11 +49,19 @@ class Admission:
         num_blocks = self.queues.pools[Tier.DEVICE].num_blocks_for(max(most_tokens, request.num_tokens))
         return min(num_blocks, self.max_request_blocks)
 
+    def look_at_host(self, decision: Decision) -> None:
+        """How full the host is, by its blocks or by what it can serve in an iteration."""
+        pool, host = self.queues.pools[Tier.HOST], self.queues.running[Tier.HOST].values()
+        decision.num_free_host_blocks = pool.num_free
+        decision.num_host_residents = len(host)
+        decision.host_kv_tokens = sum([request.num_tokens for request in host])
+        attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents, decision.host_kv_tokens)
+        free_time = 1.0 - attention_ms / max(self.longest_linear_ms, 1e-9)
+        decision.host_emptiness = max(0.0, min(free_time, pool.num_free / max(pool.num_blocks, 1)))
+
     def continue_prefills(self, decision: Decision) -> None:
         """The next chunks of prefills under way, oldest first."""
-        under_way = [r for queue in self.queues.running.values() for r in queue.values() if r.is_prefilling]
-        under_way.sort(key=lambda request: request.sequence_number)
-        for request in under_way:
+        for request in sorted(decision.under_way, key=lambda request: request.sequence_number):
             if decision.num_free_tokens > 0:
                 assert request.tier is not None, request
                 self._add_chunk(decision, request, request.tier)
@@ -63,10 +71,6 @@ class Admission:
 
         Device-bound requests are admitted at once, host-bound ones when the composed iteration keeps them.
         """
-        host = self.queues.running[Tier.HOST].values()
-        decision.num_free_host_blocks = self.queues.pools[Tier.HOST].num_free
-        decision.num_host_residents = len(host)
-        decision.host_kv_tokens = sum(request.num_tokens for request in host)
         if not self._may_admit(decision):
             return
         num_free_places = self.max_running - self.queues.num_running

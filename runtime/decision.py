@@ -37,9 +37,11 @@ class Decision:
     """The work, the moves that are already made, and what is left of the budgets.
 
     Attributes:
+        under_way: admitted requests whose prefill goes on, in both tiers.
         num_free_tokens: token budget after the decodes and the prefills placed so far.
         num_free_host_blocks, num_host_residents, host_kv_tokens: the host tier as it will be if every host-bound
             prefill placed so far is kept.
+        host_emptiness: 1 for an idle host, 0 for a full one, before those prefills.
     """
 
     iteration: int
@@ -48,7 +50,9 @@ class Decision:
     swap_ins: list[Swap] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    under_way: list[Request] = field(default_factory=list)
     num_free_tokens: int = 0
     num_free_host_blocks: int = 0
     num_host_residents: int = 0
     host_kv_tokens: int = 0
+    host_emptiness: float = 0.0

@@ -88,7 +88,8 @@ class Request:
 
         After a preemption the outputs so far are recomputed with the prompt, by the same prefill.
         """
-        return not self.output_token_ids or self.num_computed_tokens < self.num_tokens - 1
+        num_outputs = len(self.output_token_ids)
+        return not num_outputs or self.num_computed_tokens < len(self.prompt_token_ids) + num_outputs - 1
 
     @property
     def is_finished(self) -> bool:

@@ -13,6 +13,8 @@ look (`composer`). Guarantees, for every policy:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
+from operator import attrgetter
 
 from neo_compile.errors import CapacityError, NeoError
 from neo_compile.runtime.admission import Admission
@@ -91,7 +93,7 @@ class Scheduler:
         if self.policy.splits_evenly:
             composition = compose_symmetric(decision.work, self.cost_model)
         else:
-            composer = Composer(decision.work, self.cost_model, self._prices(), self.config)
+            composer = Composer(decision.work, self.cost_model, self._prices(decision.host_emptiness), self.config)
             prefill_counts = composer.trim_host_prefills()
             candidates = composer.place_host_decodes(prefill_counts)
             composition = composer.choose(candidates)
@@ -149,16 +151,22 @@ class Scheduler:
         decision = Decision(self.iteration, Work(max_tokens=budget, block_size=block_size), num_free_tokens=budget)
         max_request_tokens = self._admission.max_request_blocks * block_size
         running = self.queues.list_running()
-        for request in (*running, *self.queues.list_preempted()):
-            if request.num_tokens > max_request_tokens:
-                self.queues.finish(request, "cache_full")
-                decision.finished.append(request)
+        num_tokens = [request.num_tokens for request in running]
         if running:
-            mean = sum(request.num_tokens for request in running) / len(running)
+            mean = sum(num_tokens) / len(running)
             self._mean_context += (mean - self._mean_context) * (_CONTEXT_SMOOTHING if self._mean_context else 1.0)
+        if max(num_tokens, default=0) > max_request_tokens:
+            self._finish_outgrown(decision, running, max_request_tokens)
+        self._finish_outgrown(decision, self.queues.list_preempted(), max_request_tokens)
         if self.policy.computes_on_host:
             self._tiering.grow_or_evict(decision, Tier.HOST)
         return decision
+
+    def _finish_outgrown(self, decision: Decision, requests: list[Request], max_tokens: int) -> None:
+        for request in requests:
+            if request.num_tokens > max_tokens:
+                self.queues.finish(request, "cache_full")
+                decision.finished.append(request)
 
     def _schedule_device_decodes(self, decision: Decision) -> None:
         """Step 2: all device decodes run; the newest leave while they do not fit, or else host requests come back."""
@@ -166,15 +174,23 @@ class Scheduler:
         self._tiering.swap_in(decision)
         work = decision.work
         work.num_swapped_blocks = sum(swap.num_blocks for swap in (*decision.swap_outs, *decision.swap_ins))
-        work.device_decodes = [r for r in self.queues.running[Tier.DEVICE].values() if not r.is_prefilling]
+        work.device_decodes = self._decodes(decision, Tier.DEVICE)
+        host_decodes = self._decodes(decision, Tier.HOST)
         if self.policy.computes_on_host:
-            work.host_decodes = [r for r in self.queues.running[Tier.HOST].values() if not r.is_prefilling]
-            work.host_decodes.sort(key=lambda request: (request.last_advanced, request.sequence_number))
-            work.num_overdue_decodes = sum(map(self._is_overdue, work.host_decodes))
+            work.host_decodes = sorted(host_decodes, key=attrgetter("last_advanced", "sequence_number"))
+            work.num_overdue_decodes = sum(1 for _ in takewhile(self._is_overdue, work.host_decodes))
         decision.num_free_tokens -= len(work.device_decodes) + len(work.host_decodes)
+
+    def _decodes(self, decision: Decision, tier: Tier) -> list[Request]:
+        """A tier's decodes; its prefills go to `decision.under_way`."""
+        decodes: list[Request] = []
+        for request in self.queues.running[tier].values():
+            (decision.under_way if request.is_prefilling else decodes).append(request)
+        return decodes
 
     def _schedule_prefills(self, decision: Decision) -> None:
         """Step 3: prefills under way go on in their tier; then the waiting queue in order, device first."""
+        self._admission.look_at_host(decision)
         self._admission.continue_prefills(decision)
         self._admission.admit_waiting(decision)
         work = decision.work
@@ -234,7 +250,7 @@ class Scheduler:
     def _is_overdue(self, request: Request) -> bool:
         return 0 <= request.last_advanced < self.iteration - self.config.max_idle_iterations
 
-    def _prices(self) -> Prices:
+    def _prices(self, host_emptiness: float) -> Prices:
         """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone."""
         device = self.queues.pools[Tier.DEVICE]
         num_tokens = device.num_blocks * device.block_size
@@ -244,12 +260,5 @@ class Scheduler:
         return Prices(
             decode_ms=self.cost_model.iteration_ms(Strategy.DEVICE_ONLY, [load]) / num_decodes,
             prefill_ms_per_token=self.cost_model.num_layers * longest_ms / self.config.max_num_batched_tokens,
-            host_prefill_factor=1.0 + self.config.prefill_price * self._host_emptiness(longest_ms),
+            host_prefill_factor=1.0 + self.config.prefill_price * host_emptiness,
         )
-
-    def _host_emptiness(self, longest_linear_ms: float) -> float:
-        """1 for an idle host, 0 for one that is full, by its blocks or by what it can serve in an iteration."""
-        pool, host = self.queues.pools[Tier.HOST], self.queues.running[Tier.HOST].values()
-        attention_ms = self.cost_model.host_attention_ms(len(host), sum(request.num_tokens for request in host))
-        by_time = 1.0 - attention_ms / max(longest_linear_ms, 1e-9)
-        return max(0.0, min(by_time, pool.num_free / max(pool.num_blocks, 1)))

@@ -28,9 +28,9 @@ class Tiering:
         queues, pool = self.queues, self.queues.pools[tier]
         growing: dict[str, int] = {}
         for request in queues.running[tier].values():
-            missing = queues.num_blocks_needed(request) - len(request.block_ids)
-            if missing > 0 and not request.is_prefilling:
-                growing[request.request_id] = missing
+            num_missing_tokens = request.num_tokens - len(request.block_ids) * pool.block_size
+            if num_missing_tokens > 0 and not request.is_prefilling:
+                growing[request.request_id] = pool.num_blocks_for(num_missing_tokens)
         need = sum(growing.values())
         if need > pool.num_free:
             newest_last = sorted(queues.running[tier].values(), key=lambda request: request.sequence_number)
