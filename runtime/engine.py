@@ -316,7 +316,8 @@ class Engine:
             plan = self._scheduler.schedule()
             result = self._executor.execute(plan)
             changed, stops = self._append_tokens(result)
-            self._scheduler.complete(plan, stops, measured_ms=result.times.total_ms)
+            times = result.times
+            self._scheduler.complete(plan, stops, measured_ms=times.total_ms, measured_parts=times.parts())
         self._count(plan, result)
         self._collect([*changed, *map(_session_of, plan.finished)])
 

@@ -39,6 +39,14 @@ class IterationTimes:
     host_attention_ms: list[float] = field(default_factory=list)
     wait_ms: float = 0.0
 
+    def parts(self) -> dict[str, float]:
+        """The parts that correct the cost model, by their names there, where this iteration shows them apart."""
+        other_ms = sum(self.device_attention_ms) + self.wait_ms
+        parts = {"linear": self.total_ms - other_ms}
+        if any(self.host_attention_ms):
+            parts["host_attention"] = sum(self.host_attention_ms)
+        return parts
+
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
