@@ -1,0 +1,101 @@
+# Addresses are ints (`tensor.data_ptr()`), strides are in elements, dtype codes: 0 = fp32, 1 = fp16, 2 = bf16.
+from collections.abc import Sequence
+
+def kernel_sets() -> list[tuple[str, bool]]: ...
+def convert_row(kernels: str, src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, /) -> None: ...
+def steady_ns() -> int: ...
+
+class Rows:
+    def __init__(self, data: int, request_stride: int, head_stride: int, dtype: int, /) -> None: ...
+
+class LayerCache:
+    def __init__(
+        self,
+        k: int,
+        k_strides: Sequence[int],
+        v: int,
+        v_strides: Sequence[int],
+        num_blocks: int,
+        dtype: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        /,
+    ) -> None: ...
+
+class DecodePlan:
+    def __init__(
+        self,
+        tables: int,
+        table_stride: int,
+        max_blocks: int,
+        context_lens: int,
+        num_requests: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        block_size: int,
+        max_shares: int,
+        min_share_bytes: int,
+        /,
+    ) -> None: ...
+    def tasks(self, window: int, /) -> list[list[int]]: ...
+    def poison_workspace(self) -> None: ...
+
+class Ticket:
+    def wait(self) -> None: ...
+    def done(self) -> bool: ...
+    @property
+    def start_ns(self) -> int: ...
+    @property
+    def end_ns(self) -> int: ...
+
+class Pool:
+    def __init__(
+        self, num_threads: int, cpus: Sequence[int], participate: bool, spin_ns: int, kernels: str, /
+    ) -> None: ...
+    def submit_attention(
+        self,
+        plan: DecodePlan,
+        layer: LayerCache,
+        q: Rows,
+        out: Rows,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: int,
+        refs: object,
+        /,
+    ) -> Ticket: ...
+    def submit_append(
+        self,
+        plan: DecodePlan,
+        layer: LayerCache,
+        q: Rows,
+        out: Rows,
+        scale: float,
+        window: int,
+        softcap: float,
+        sinks: int,
+        k_new: Rows,
+        v_new: Rows,
+        refs: object,
+        /,
+    ) -> Ticket: ...
+    def submit_copy(
+        self, src: int, dst: int, block_bytes: int, pairs: int, num_pairs: int, max_gbps: float, refs: object, /
+    ) -> Ticket: ...
+    def submit_read(self, data: int, num_bytes: int, refs: object, /) -> Ticket: ...
+    def close(self) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def parallelism(self) -> int: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def pin_failures(self) -> list[int]: ...

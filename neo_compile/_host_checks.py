@@ -1,0 +1,146 @@
+"""What host attention checks about tensors and integer arrays before native code sees their addresses.
+
+Every function raises ValueError naming the argument and the offending value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from neo_compile import _C
+
+__all__ = [
+    "IntArray",
+    "address",
+    "check_out",
+    "check_tensor",
+    "int32_array",
+    "pairs_array",
+    "rows",
+    "sinks_address",
+    "softcap_code",
+    "window_code",
+]
+
+IntArray: TypeAlias = "Tensor | npt.NDArray[Any] | Sequence[Any]"
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def check_tensor(name: str, x: Tensor, dim: int) -> int:
+    """dtype code of a CPU tensor whose innermost dimension is contiguous."""
+    code = _DTYPE_CODES.get(x.dtype)
+    if code is None:
+        raise ValueError(f"{name} is {x.dtype}; float32, float16 and bfloat16 are supported")
+    if x.dim() != dim:
+        raise ValueError(f"{name} must have {dim} dimensions, its shape is {tuple(x.shape)}")
+    if x.device.type != "cpu":
+        raise ValueError(f"{name} is on {x.device}; host attention needs CPU tensors")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, its strides are {x.stride()}")
+    return code
+
+
+def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
+    code = check_tensor(name, x, 3)
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, the plan and cache say {shape}")
+    strides = x.stride()
+    return _C.Rows(x.data_ptr(), strides[0], strides[1], code)
+
+
+def window_code(window: int | None) -> int:
+    if window is None:
+        return 0
+    if window < 1:
+        raise ValueError(f"window = {window} must be at least 1 (None: no window)")
+    return window
+
+
+def softcap_code(softcap: float | None) -> float:
+    if softcap is None:
+        return 0.0
+    if not 0.0 < softcap < float("inf"):
+        raise ValueError(f"softcap = {softcap} must be positive and finite (None: no cap)")
+    return softcap
+
+
+def sinks_address(sinks: Tensor | None, num_q_heads: int) -> int:
+    if sinks is None:
+        return 0
+    if sinks.dtype != torch.float32 or sinks.shape != (num_q_heads,) or not sinks.is_contiguous():
+        raise ValueError(f"sinks must be contiguous float32 [{num_q_heads}], not {sinks.dtype} {tuple(sinks.shape)}")
+    if sinks.device.type != "cpu":
+        raise ValueError(f"sinks is on {sinks.device}; host attention needs CPU tensors")
+    return sinks.data_ptr()
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def int32_array(name: str, values: IntArray, dim: int) -> npt.NDArray[np.int32]:
+    array = _int_array(name, values, dim)
+    if array.dtype != np.int32:
+        if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+            raise ValueError(f"{name} holds values beyond int32")
+        array = array.astype(np.int32)
+    return np.ascontiguousarray(array)
+
+
+def _int_array(name: str, values: IntArray, dim: int) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu":
+            raise ValueError(f"{name} is on {values.device}; host attention needs CPU tensors")
+        values = values.detach().numpy()
+    array = np.asarray(values)
+    if array.size == 0 and not isinstance(values, np.ndarray):  # an empty list says nothing about its type
+        array = array.reshape((0,) * dim).astype(np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != dim:
+        raise ValueError(f"{name} must be integers with {dim} dimension(s), not {array.dtype} {array.shape}")
+    return array
+
+
+def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int64]:
+    array = np.ascontiguousarray(_int_array("pairs", pairs, 2), dtype=np.int64)
+    if array.size == 0:
+        return array
+    if array.shape[1] != 2:
+        raise ValueError(f"pairs must be [N, 2], not {array.shape}")
+    for column, name, count in ((0, "src", src.shape[0]), (1, "dst", dst.shape[0])):
+        bad = np.flatnonzero((array[:, column] < 0) | (array[:, column] >= count))
+        if bad.size:
+            i = int(bad[0])
+            raise ValueError(f"pairs[{i}, {column}] = {array[i, column]} is not one of {name}'s {count} blocks")
+    written, times = np.unique(array[:, 1], return_counts=True)
+    if times.max() > 1:
+        raise ValueError(f"pairs write block {written[times.argmax()]} of dst more than once")
+    if src.data_ptr() == dst.data_ptr():
+        both = np.intersect1d(array[:, 0], written)
+        if both.size:
+            raise ValueError(f"pairs read and write block {both[0]} of the same pool")
+    return array
+
+
+def check_out(out: Tensor, inputs: dict[str, Tensor]) -> None:
+    """Refuses an `out` that overlaps itself (an expanded tensor) or an input."""
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        raise ValueError(f"out overlaps itself: strides {out.stride()} for shape {tuple(out.shape)}")
+    begin, end = _byte_range(out)
+    for name, x in inputs.items():
+        other_begin, other_end = _byte_range(x)
+        if begin < other_end and other_begin < end:
+            raise ValueError(f"out overlaps {name} in memory")
+
+
+def _byte_range(x: Tensor) -> tuple[int, int]:
+    if x.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

@@ -1,0 +1,348 @@
+"""Decode attention on the host: a pool of native threads, plans made once per iteration, one submission per layer.
+
+    plan = plan_decode(block_tables, context_lens, ...)      once per sub-batch and iteration
+    for each layer:
+        ticket = pool.submit(plan, q, k_cache, v_cache, out, scale=...)   returns at once
+        ...                                                  the device runs the other sub-batch's linear stage
+        ticket.wait()                                        GIL free; then `out` is valid
+
+`paged_decode` is all of it in one synchronous, fully validated call. Legend: B requests, Hq / Hkv query / KV heads, D
+head_dim. Everything a kernel could trip over (dtype, shape, stride, block id, device) is checked before native code
+runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from neo_compile import _C, _native
+from neo_compile._C import Ticket
+from neo_compile._host_checks import (
+    IntArray,
+    address,
+    check_out,
+    check_tensor,
+    int32_array,
+    pairs_array,
+    rows,
+    sinks_address,
+    softcap_code,
+    window_code,
+)
+
+__all__ = ["DecodePlan", "LayerCache", "Ticket", "WorkerPool", "paged_decode", "plan_decode"]
+
+# A span below this many bytes of KV is not worth waking another thread for.
+_MIN_SHARE_BYTES = 64 * 1024
+_SPIN_US = 50.0
+
+
+class LayerCache:
+    """One layer's K and V views [num_blocks, Hkv, block_size, D], prepared once so that a submit costs little.
+
+    Strides are arbitrary but for the innermost (contiguous); K and V may differ in head_dim, not in the rest. The
+    tensors are kept alive.
+    """
+
+    __slots__ = ("dtype", "k_cache", "native", "num_blocks", "v_cache")
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        code = check_tensor("k_cache", k_cache, 4)
+        if check_tensor("v_cache", v_cache, 4) != code:
+            raise ValueError(f"v_cache is {v_cache.dtype}, k_cache is {k_cache.dtype}: they must agree")
+        num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
+        if v_cache.shape[:3] != k_cache.shape[:3]:
+            raise ValueError(
+                f"v_cache {tuple(v_cache.shape)} and k_cache {tuple(k_cache.shape)} differ beyond head_dim"
+            )
+        if 0 in k_cache.shape[1:] or v_cache.shape[3] == 0:
+            raise ValueError(
+                f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}: only num_blocks may be 0"
+            )
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.dtype, self.num_blocks = k_cache.dtype, num_blocks
+        self.native = _C.LayerCache(
+            k_cache.data_ptr(),
+            k_cache.stride()[:3],
+            v_cache.data_ptr(),
+            v_cache.stride()[:3],
+            num_blocks,
+            code,
+            num_kv_heads,
+            block_size,
+            head_dim,
+            v_cache.shape[3],
+        )
+
+
+class DecodePlan:
+    """Block tables, lengths and partition of one sub-batch; made by `plan_decode`, good for every layer.
+
+    It holds the workspace for partials: submissions of one plan go to one pool (where they run one after the other).
+    """
+
+    __slots__ = ("kv_new_shapes", "native", "num_requests", "out_shape", "q_shape")
+
+    def __init__(self, native: _C.DecodePlan, num_requests: int, heads: tuple[int, int], dims: tuple[int, int]) -> None:
+        self.native = native
+        self.num_requests = num_requests
+        self.q_shape = (num_requests, heads[0], dims[0])
+        self.out_shape = (num_requests, heads[0], dims[1])
+        self.kv_new_shapes = ((num_requests, heads[1], dims[0]), (num_requests, heads[1], dims[1]))
+
+    def tasks(self, window: int | None = None) -> list[tuple[int, int, int, int | None]]:
+        """(request, token_begin, token_end, partial index or None if the request is whole) of every task."""
+        tasks = self.native.tasks(window_code(window))
+        return [(r, begin, end, None if partial < 0 else partial) for r, begin, end, partial in tasks]
+
+
+def plan_decode(
+    block_tables: IntArray,
+    context_lens: IntArray,
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    num_threads: int,
+    v_head_dim: int | None = None,
+    min_share_bytes: int = _MIN_SHARE_BYTES,
+) -> DecodePlan:
+    """Splits a sub-batch's blocks evenly over `num_threads` (use `pool.parallelism`), at most B + num_threads tasks.
+
+    block_tables int [B, max_blocks] (entries past a length are never read), context_lens int [B] counting the current
+    token; both are copied. ValueError names the request whose length is negative or exceeds its table.
+    """
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    sizes = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "v_head_dim": v_head_dim,
+        "block_size": block_size,
+        "num_threads": num_threads,
+    }
+    for name, value in sizes.items():
+        if not 1 <= value < 2**20:
+            raise ValueError(f"{name} = {value} must be at least 1 (and below 2**20)")
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads = {num_q_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
+    lens = int32_array("context_lens", context_lens, 1)
+    tables = int32_array("block_tables", block_tables, 2)
+    if tables.shape[0] != lens.shape[0]:
+        raise ValueError(f"block_tables has {tables.shape[0]} rows, context_lens {lens.shape[0]} entries")
+    native = _C.DecodePlan(
+        address(tables),
+        tables.shape[1],
+        tables.shape[1],
+        address(lens),
+        lens.shape[0],
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        v_head_dim,
+        block_size,
+        num_threads,
+        min_share_bytes,
+    )
+    return DecodePlan(native, lens.shape[0], (num_q_heads, num_kv_heads), (head_dim, v_head_dim))
+
+
+class WorkerPool:
+    """Persistent native threads that run attention and block copies in the order of submission.
+
+    num_threads = 0 runs everything inside `submit`. `participate` lets the thread that waits take tasks as well, so D
+    cores are D - 1 workers and the caller. `cpus` pins worker i to cpus[i % len(cpus)]; where that is not permitted
+    there is a RuntimeWarning and the workers float. Idle workers spin for `spin_us`, then sleep. `isa` overrides the
+    kernels (see `_native.available_isas`).
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        cpus: Sequence[int] | None = None,
+        *,
+        participate: bool = False,
+        isa: str | None = None,
+        spin_us: float = _SPIN_US,
+    ) -> None:
+        if not 0 <= num_threads <= 4096:
+            raise ValueError(f"num_threads = {num_threads} must be between 0 and 4096")
+        if cpus is not None and (len(cpus) == 0 or min(cpus) < 0):
+            raise ValueError(f"cpus = {list(cpus)} must be CPU ids, at least one")
+        if spin_us < 0:
+            raise ValueError(f"spin_us = {spin_us} must not be negative")
+        kernels = _native.isa() if isa is None else _native.resolve_isa(isa)
+        self._native = _C.Pool(num_threads, list(cpus or ()), participate, int(spin_us * 1000), kernels)
+        if self._native.pin_failures:
+            failed = self._native.pin_failures
+            warnings.warn(f"could not pin host workers to CPUs {failed}; they float", RuntimeWarning, stacklevel=2)
+
+    @property
+    def num_threads(self) -> int:
+        """Worker threads, the participating caller not counted."""
+        return self._native.num_threads
+
+    @property
+    def parallelism(self) -> int:
+        """Threads that take tasks: what `plan_decode` should split for."""
+        return self._native.parallelism
+
+    @property
+    def isa(self) -> str:
+        """The kernel set this pool runs."""
+        return self._native.isa
+
+    def submit(
+        self,
+        plan: DecodePlan,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+    ) -> Ticket:
+        """`submit_layer` on the two views of a layer; prepare a `LayerCache` once where microseconds matter."""
+        layer = LayerCache(k_cache, v_cache)
+        return self.submit_layer(
+            plan, layer, q, out, scale=scale, window=window, softcap=softcap, sinks=sinks, k_new=k_new, v_new=v_new
+        )
+
+    def submit_layer(
+        self,
+        plan: DecodePlan,
+        layer: LayerCache,
+        q: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+    ) -> Ticket:
+        """Queues one layer's decode attention: out [B, Hq, Dv] = softmax(scale q K^T) V over the cached tokens.
+
+        q [B, Hq, D], out and k_new / v_new [B, Hkv, D] may be fp32, fp16 or bf16, strided but for the innermost
+        dimension. With k_new and v_new, row b is first written to position context_lens[b] - 1 of request b. window:
+        the last w tokens, the current included; softcap: s = cap * tanh(s / cap); sinks fp32 [Hq]: an extra logit in
+        the softmax's denominator. Tensors stay alive until the ticket is waited for (or dropped, which waits).
+        ValueError names what does not fit.
+        """
+        q_rows, out_rows = rows("q", q, plan.q_shape), rows("out", out, plan.out_shape)
+        refs = (plan, layer, q, out, sinks, k_new, v_new)
+        options = (scale, window_code(window), softcap_code(softcap), sinks_address(sinks, plan.q_shape[1]))
+        if k_new is None and v_new is None:
+            return self._native.submit_attention(plan.native, layer.native, q_rows, out_rows, *options, refs)
+        if k_new is None or v_new is None:
+            raise ValueError("k_new and v_new go together: one of them is None")
+        k_rows, v_rows = rows("k_new", k_new, plan.kv_new_shapes[0]), rows("v_new", v_new, plan.kv_new_shapes[1])
+        return self._native.submit_append(plan.native, layer.native, q_rows, out_rows, *options, k_rows, v_rows, refs)
+
+    def submit_copy(self, src: Tensor, dst: Tensor, pairs: IntArray, max_gbps: float | None = None) -> Ticket:
+        """Queues block copies dst[pairs[i, 1]] = src[pairs[i, 0]].
+
+        src, dst: contiguous pools [num_blocks, ...] of one dtype and block shape. max_gbps throttles the whole copy (an
+        emulated link). ValueError names the pair that is out of range, a block written twice, or (src and dst being one
+        pool) a block both read and written.
+        """
+        for name, pool in (("src", src), ("dst", dst)):
+            if pool.device.type != "cpu" or not pool.is_contiguous() or pool.dim() == 0:
+                raise ValueError(f"{name} must be a contiguous CPU tensor [num_blocks, ...]")
+        if src.dtype != dst.dtype or src.shape[1:] != dst.shape[1:]:
+            raise ValueError(
+                f"blocks differ: src {src.dtype} {tuple(src.shape[1:])}, dst {dst.dtype} {tuple(dst.shape[1:])}"
+            )
+        if max_gbps is not None and not max_gbps > 0:
+            raise ValueError(f"max_gbps = {max_gbps} must be positive (None: no throttle)")
+        array = pairs_array(pairs, src, dst)
+        block_bytes = src[0].numel() * src.element_size() if src.shape[0] else 0
+        refs = (src, dst)
+        return self._native.submit_copy(
+            src.data_ptr(), dst.data_ptr(), block_bytes, address(array), len(array), max_gbps or 0.0, refs
+        )
+
+    def submit_read(self, buffer: Tensor) -> Ticket:
+        """Queues a read of a contiguous buffer by all workers: bytes / (end_ns - start_ns) is the bandwidth."""
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ValueError("buffer must be a contiguous CPU tensor")
+        return self._native.submit_read(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Same as `ticket.wait()`."""
+        ticket.wait()
+
+    def close(self) -> None:
+        """Finishes what is queued, then ends the threads. Tickets stay valid; further submits raise RuntimeError."""
+        self._native.close()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def paged_decode(
+    q_BHD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: IntArray,
+    context_lens: IntArray,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """Decode attention of B requests over a paged cache, synchronous; returns `out` [B, Hq, Dv] (default: q's dtype).
+
+    k_cache / v_cache [num_blocks, Hkv, block_size, D], fp32 / fp16 / bf16, any outer strides; the rest as in
+    `plan_decode` and `WorkerPool.submit_layer`. A request of length 0 gives zeros. num_threads None: all usable CPUs.
+    ValueError names the offending value.
+    """
+    layer = LayerCache(k_cache, v_cache)
+    if q_BHD.dim() != 3:
+        raise ValueError(f"q must be [B, Hq, D], not {tuple(q_BHD.shape)}")
+    if q_BHD.shape[2] != k_cache.shape[3]:
+        raise ValueError(f"q has head_dim {q_BHD.shape[2]}, k_cache {k_cache.shape[3]}")
+    pool = _shared_pool(len(_native.usable_cpus()) if num_threads is None else num_threads, os.getpid(), _native.isa())
+    plan = plan_decode(
+        block_tables,
+        context_lens,
+        num_q_heads=q_BHD.shape[1],
+        num_kv_heads=k_cache.shape[1],
+        head_dim=k_cache.shape[3],
+        v_head_dim=v_cache.shape[3],
+        block_size=k_cache.shape[2],
+        num_threads=pool.parallelism,
+    )
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=q_BHD.dtype)
+    else:
+        check_out(out, {"q": q_BHD, "k_cache": k_cache, "v_cache": v_cache})
+    pool.submit_layer(plan, layer, q_BHD, out, scale=scale, window=window, softcap=softcap, sinks=sinks).wait()
+    return out
+
+
+@functools.cache
+def _shared_pool(num_threads: int, pid: int, isa: str) -> WorkerPool:
+    """Pools of `paged_decode`, per process (threads do not survive a fork)."""
+    if num_threads < 1:
+        raise ValueError(f"num_threads = {num_threads} must be at least 1")
+    return WorkerPool(num_threads - 1, participate=True, isa=isa)
