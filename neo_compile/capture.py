@@ -25,6 +25,7 @@ from neo_compile.errors import UnsupportedModelError
 from neo_compile.hf_attention import SiteRecord, attention_for_recording, attention_for_tracing, installed_attention
 from neo_compile.hf_checks import LogitsCall, check_model, complete_records
 from neo_compile.passes.compile_stages import compile_stages
+from neo_compile.passes.pack_linears import pack_linears
 from neo_compile.passes.split_stages import build_program, find_sites, flatten_batch, split_stages
 from neo_compile.probe import check_against
 from neo_compile.staged import SizeInput, StagedModel
@@ -183,7 +184,10 @@ def _name_inputs(
 
 
 def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, num_threads: int | None) -> StagedModel:
-    gm = flatten_batch(traced.gm)
+    gm = traced.gm
+    if packed_linear is not False:
+        gm = pack_linears(gm, traced.example_inputs)
+    gm = flatten_batch(gm)
     split = split_stages(gm)
     functions, keys = compile_stages(split, stages=stages, num_threads=num_threads)
     bound = {
