@@ -92,7 +92,7 @@ def parse_bytes(value: int | str) -> int:
     if isinstance(value, int):
         size: float = value
     else:
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMG]I?)?B?\s*", value, flags=re.IGNORECASE)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([KMG]I?)?B?\s*", value, flags=re.IGNORECASE)
         if match is None:
             raise ConfigError(f"not a size in bytes: {value!r} (examples: 1073741824, '512MiB', '2GB')")
         size = float(match[1]) * _UNITS[(match[2] or "").upper()]

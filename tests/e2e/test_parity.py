@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from tests.helpers.engines import (
     assert_all_blocks_free,
     balanced_costs,
+    force_swaps,
     greedy,
     hf_greedy,
     make_engine,
@@ -101,6 +104,18 @@ def test_random_arrivals_and_slow_hosts(model, seed):
         arrive(engine)
         tokens = run_to_end(engine, after_step=arrive)
     assert tokens == wanted
+
+
+@pytest.mark.parametrize("policy", ["neo", "symmetric", "host-only"])
+def test_forced_swaps_every_iteration(model, prompts, expected, policy):
+    """Running requests are thrown from tier to tier between iterations, in the middle of prefills too."""
+    random = Random(policy)
+    moved = []
+    with make_engine(model, policy=policy, device_blocks=20, host_blocks=60, max_num_batched_tokens=70) as engine:
+        ids = [engine.add_request(prompt, greedy(MAX_TOKENS)) for prompt in prompts]
+        tokens = run_to_end(engine, after_step=lambda engine: moved.append(force_swaps(engine, random)))
+    assert [tokens[request_id] for request_id in ids] == expected
+    assert sum(moved) > 50, moved
 
 
 def test_outputs_do_not_mix(model):

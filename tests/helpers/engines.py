@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from neo_compile.runtime.kv_cache import CacheConfig
 from neo_compile.runtime.request import Tier
 from neo_compile.runtime.sampling_params import SamplingParams
 from neo_compile.runtime.scheduler_config import SchedulerConfig
+from neo_compile.runtime.swap import start_swaps, wait_swaps
 
 VOCAB_SIZE = 199
 
@@ -119,3 +121,21 @@ def assert_all_blocks_free(engine: Engine) -> None:
     for tier in Tier:
         pool = engine._scheduler.queues.pools[tier]
         assert pool.num_free == pool.num_blocks, f"{pool.num_blocks - pool.num_free} blocks leaked in {tier}"
+
+
+def force_swaps(engine: Engine, random: Random, share: float = 0.4) -> int:
+    """Move about `share` of the running requests to the other tier, as far as there is room; how many were moved.
+
+    The copies are made by the same code as in an iteration, and freed blocks are poisoned at once.
+    """
+    queues, executor = engine._scheduler.queues, engine._executor
+    num_moved = 0
+    for request in queues.list_running():
+        num_blocks = len(request.block_ids)
+        if random.random() < share and queues.pools[request.tier.other].can_allocate(num_blocks):
+            swap = queues.swap(request, num_blocks, engine._scheduler.iteration)
+            copies = start_swaps([swap], executor.caches, executor.device.host_pool, None)
+            wait_swaps(copies, executor.device.host_pool)
+            poison_free_blocks(engine)
+            num_moved += 1
+    return num_moved
