@@ -21,7 +21,7 @@ VOCAB_SIZE = 199
 
 
 def tiny_llama(num_layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A random Llama: 4 query heads on 2 KV heads, head_dim 8; weights large enough that tokens depend on the context."""
+    """A random Llama: 4 query heads on 2 KV heads, head_dim 8; weights so large that tokens depend on the context."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -42,7 +43,7 @@ def test_timeline_of_a_pipelined_iteration(engine, tmp_path):
     assert order[:4] == ["linear 0 b0", "linear 0 b1", "linear 1 b0", "linear 1 b1"]
     assert all(event.start_ns <= event.end_ns for event in events)
     device = [event for event in events if event.lane == "device"]
-    assert all(a.end_ns <= b.start_ns for a, b in zip(device, device[1:], strict=False)), "the device does one thing"
+    assert all(a.end_ns <= b.start_ns for a, b in pairwise(device)), "the device does one thing"
     path = tmp_path / "trace.json"
     timeline.write_chrome_trace(path)
     assert len(json.loads(path.read_text())["traceEvents"]) > len(events)

@@ -16,9 +16,7 @@ from neo_compile.runtime.swap import start_swaps, wait_swaps
 from neo_compile.runtime.tier_sizes import tier_sizes
 
 
-def make_site(
-    index: int = 0, head_dim: int = 8, v_head_dim: int = 8, dtype: torch.dtype = torch.float32
-) -> AttentionSite:
+def make_site(index: int = 0, head_dim: int = 8, v_head_dim: int = 8) -> AttentionSite:
     return AttentionSite(
         index=index,
         num_q_heads=4,
@@ -29,7 +27,7 @@ def make_site(
         window=None,
         softcap=None,
         has_sinks=False,
-        dtype=dtype,
+        dtype=torch.float32,
     )
 
 
@@ -131,5 +129,5 @@ def test_a_device_budget_brings_a_host_cache():
 
 
 def test_a_device_budget_of_less_than_a_block():
-    with pytest.raises(ConfigError, match="takes 2048 bytes"):
+    with pytest.raises(ConfigError, match="takes 4096 bytes"):
         sizes(device_bytes=100)

@@ -21,10 +21,8 @@ def reference(site, q, k, v, sinks):
         position = context_len - num_tokens + token
         first = 0 if site.window is None else max(0, position - site.window + 1)
         for head in range(site.num_q_heads):
-            keys, values = (
-                k[head // group, first : position + 1].double(),
-                v[head // group, first : position + 1].double(),
-            )
+            span = slice(first, position + 1)
+            keys, values = k[head // group, span].double(), v[head // group, span].double()
             scores = keys @ q[token, head].double() * site.scale
             if site.softcap is not None:
                 scores = site.softcap * torch.tanh(scores / site.softcap)
