@@ -1,4 +1,4 @@
-"""The demo model: found without importing its package, converted once and exactly, with the tokenizer it was trained with."""
+"""The demo model: found without importing its package, converted once and exactly, with its own tokenizer."""
 
 from __future__ import annotations
 

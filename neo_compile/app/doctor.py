@@ -111,7 +111,7 @@ def _cores() -> list[Finding]:
     except (OSError, ValueError):
         pass  # no cgroup v2 here: there is no quota to tell
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    text = f"{os.cpu_count()} in the machine, affinity {_as_ranges(affinity)}, cgroup quota {quota}"
+    text = f"{os.cpu_count()} in the machine, affinity {as_ranges(affinity)}, cgroup quota {quota}"
     findings = [Finding("cores", f"{text}, torch uses {torch.get_num_threads()}")]
     if len(affinity) < 2:
         findings.append(
@@ -122,7 +122,7 @@ def _cores() -> list[Finding]:
     return findings
 
 
-def _as_ranges(numbers: list[int]) -> str:
+def as_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     ranges: list[list[int]] = []
     for number in numbers:

@@ -39,7 +39,7 @@ def save_tiny_llama(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         initializer_range=0.3,
         bos_token_id=None,
         eos_token_id=0,
