@@ -17,24 +17,29 @@ from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
 
 
 class Admission:
-    """Admission under one configuration.
-
-    Attributes:
-        max_running: requests that may hold KV at a time: the iteration can then always hold one token of each.
-        longest_linear_ms: linear stage of the largest iteration, per layer: what host attention can hide under.
-    """
+    """Admission under one configuration."""
 
     def __init__(self, config: SchedulerConfig, queues: Queues, cost_model: CostModel) -> None:
         self.config = config
         self.policy = POLICIES[config.policy]
         self.queues = queues
         self.cost_model = cost_model
-        self.max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._reserves = config.full_cache == "reserve" and not self.policy.computes_on_host
 
     @property
     def longest_linear_ms(self) -> float:
+        """Linear stage of the largest iteration, per layer."""
         return self.cost_model.linear_ms(self.config.max_num_batched_tokens)
+
+    @property
+    def paced_linear_ms(self) -> float:
+        """Linear stage of a paced iteration, per layer."""
+        return self.config.prefill_pace * self.cost_model.linear_ms(1)
+
+    @property
+    def max_host_ms(self) -> float:
+        """The most host attention per layer to admit requests for."""
+        return max(self.longest_linear_ms, self.paced_linear_ms)
 
     @property
     def max_request_blocks(self) -> int:
@@ -56,8 +61,29 @@ class Admission:
         decision.num_host_residents = len(host)
         decision.host_kv_tokens = sum([request.num_tokens for request in host])
         attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents, decision.host_kv_tokens)
-        free_time = 1.0 - attention_ms / max(self.longest_linear_ms, 1e-9)
+        free_time = 1.0 - attention_ms / max(self.max_host_ms, 1e-9)
         decision.host_emptiness = max(0.0, min(free_time, pool.num_free / max(pool.num_blocks, 1)))
+
+    def pace_prefills(self, decision: Decision) -> None:
+        """Spreads prefills over iterations while requests decode.
+
+        Past some multiple of the time to read the weights, more prefill tokens in one iteration save nothing, but leave
+        later iterations without anything to hide host attention under, and let the decodes wait. So they are bounded
+        by that multiple, or by what hides all host attention, whichever is more.
+        """
+        work = decision.work
+        if not (work.device_decodes or work.host_decodes) or not self.config.chunked_prefill:
+            return
+        host_ms = self.cost_model.host_attention_ms(len(work.host_decodes), decision.host_kv_tokens)
+        limit_ms = max(self.paced_linear_ms, host_ms)
+        low, high = 0, decision.num_free_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.cost_model.linear_ms(middle) <= limit_ms:
+                low = middle
+            else:
+                high = middle - 1
+        decision.num_free_tokens = min(decision.num_free_tokens, max(low, 1))
 
     def continue_prefills(self, decision: Decision) -> None:
         """The next chunks of prefills under way, oldest first."""
@@ -73,7 +99,7 @@ class Admission:
         """
         if not self._may_admit(decision):
             return
-        num_free_places = self.max_running - self.queues.num_running
+        num_free_places = self.config.max_running - self.queues.num_running
         for request in list(islice(self.queues.waiting.values(), max(num_free_places, 0))):
             if decision.num_free_tokens <= 0 or not self._can_start(decision, request):
                 return
@@ -117,7 +143,7 @@ class Admission:
         """The largest iteration's linear stage must be able to hide the attention of all host requests."""
         num_tokens = decision.host_kv_tokens + request.num_tokens
         attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents + 1, num_tokens)
-        return attention_ms <= self.longest_linear_ms
+        return attention_ms <= self.max_host_ms
 
     def _place_on_host(self, decision: Decision, request: Request) -> None:
         """Tentatively: the composer may drop it; from now on the request waits by our choice, so it ages."""

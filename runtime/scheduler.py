@@ -191,6 +191,7 @@ class Scheduler:
     def _schedule_prefills(self, decision: Decision) -> None:
         """Step 3: prefills under way go on in their tier; then the waiting queue in order, device first."""
         self._admission.look_at_host(decision)
+        self._admission.pace_prefills(decision)
         self._admission.continue_prefills(decision)
         self._admission.admit_waiting(decision)
         work = decision.work
@@ -254,7 +255,7 @@ class Scheduler:
         """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone."""
         device = self.queues.pools[Tier.DEVICE]
         num_tokens = device.num_blocks * device.block_size
-        num_decodes = max(1, min(int(num_tokens / max(self._mean_context, 1.0)), self._admission.max_running))
+        num_decodes = max(1, min(int(num_tokens / max(self._mean_context, 1.0)), self.config.max_running))
         load = SubBatchLoad(num_tokens=num_decodes, num_device_decodes=num_decodes, device_kv_tokens=num_tokens)
         longest_ms = self._admission.longest_linear_ms
         return Prices(

@@ -67,6 +67,8 @@ class SchedulerConfig:
         full_cache: device-only's answer to a full device cache: "swap" to the host and wait there, "recompute"
             (preempt the newest), or "reserve" (admit a request only if prompt + max_tokens fit).
         strategies: restricts the policy's strategies, e.g. ("device-only", "pipelined") for the paper's choice.
+        prefill_pace: while requests decode, an iteration's prefills take at most this many times the linear stage of
+            one token, or as long as they need to hide all host attention.
         prefill_price: how much more a host-bound prefill is worth when the host cache is empty (0: never more).
         max_idle_iterations: an admitted request is never left out of more iterations in a row than this.
         swap_cooldown: iterations a swapped-out request stays out at least; doubles with every swap of the request.
@@ -80,6 +82,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     full_cache: str = "swap"
     strategies: tuple[str, ...] | None = None
+    prefill_pace: float = 8.0
     prefill_price: float = 2.0
     max_idle_iterations: int = 512
     swap_cooldown: int = 16
@@ -93,7 +96,7 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_idle_iterations"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}, must be at least 1")
-        for name in ("prefill_price", "swap_cooldown", "min_gain_margin"):
+        for name in ("prefill_pace", "prefill_price", "swap_cooldown", "min_gain_margin"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}, must not be negative")
         if not 0.0 < self.swap_in_threshold <= 1.0:
@@ -112,6 +115,11 @@ class SchedulerConfig:
                 f"strategies={self.strategies!r} with policy {self.policy!r}: host requests could never decode; "
                 "use policy 'device-only', or name one more strategy"
             )
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may hold KV at a time: an iteration can then always hold one token of each."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def allowed_strategies(self) -> tuple[Strategy, ...]:

@@ -56,13 +56,13 @@ class Tiering:
     def swap_in(self, decision: Decision) -> None:
         """Brings host requests back, in the order in which they went, while the device has room to spare.
 
-        Not in an iteration that evicts, nor while new requests wait: they get into the device without a copy.
+        Not in an iteration that evicts, nor where a new request can have the room: it gets there without a copy.
         """
         queues, pool = self.queues, self.queues.pools[Tier.DEVICE]
         host = queues.running[Tier.HOST]
         if not host or decision.swap_outs or decision.preempted or Tier.DEVICE not in self.policy.prefill_tiers:
             return
-        if self.policy.computes_on_host and queues.waiting:
+        if self.policy.computes_on_host and self._is_room_claimed():
             return
         for request in list(host.values())[:_MAX_LOOKS]:
             num_blocks = queues.num_blocks_needed(request)
@@ -77,6 +77,15 @@ class Tiering:
             must_come = num_residents == 0 and not self.policy.computes_on_host  # or nothing would run
             if must_come or not self._is_cooling_down(request, decision.iteration):
                 decision.swap_ins.append(queues.swap(request, num_blocks, decision.iteration))
+
+    def _is_room_claimed(self) -> bool:
+        """Whether the first waiting request can start on the device now, or can start nowhere else."""
+        queues, pools = self.queues, self.queues.pools
+        if not queues.waiting or queues.num_running >= self.config.max_running:
+            return False
+        num_blocks = queues.num_blocks_needed(next(iter(queues.waiting.values())))
+        fits_device = pools[Tier.DEVICE].num_free >= num_blocks + len(queues.running[Tier.DEVICE])
+        return fits_device or num_blocks > pools[Tier.HOST].num_blocks
 
     def _is_cooling_down(self, request: Request, iteration: int) -> bool:
         """Hysteresis: each swap of a request doubles the time until the next, so swaps are few over any run."""

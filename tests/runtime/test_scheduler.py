@@ -92,6 +92,23 @@ class TestPrefills:
         virtual.run([])
         assert long.finish_reason == "length"
 
+    @pytest.mark.parametrize(("pace", "expected"), [(1.0, 64), (2.0, 161), (1000.0, 299)])
+    def test_prefills_are_paced_while_requests_decode(self, pace, expected):
+        """The T4's linear stage takes 42 ms up to 64 tokens and 0.43 ms for each more."""
+        virtual = engine(device_blocks=200, block_size=16, prefill_pace=pace, max_num_batched_tokens=300)
+        a, b = request("a", 8, 20), request("b", 1000, 2)
+        virtual.add(a)
+        virtual.step()
+        virtual.add(b)
+        (prefill,) = virtual.step().sub_batches[0].prefills
+        assert prefill.num_tokens == expected
+
+    def test_without_decodes_prefills_take_the_whole_budget(self):
+        virtual = engine(device_blocks=200, block_size=16, prefill_pace=1.0, max_num_batched_tokens=300)
+        virtual.add(request("b", 1000, 2))
+        (prefill,) = virtual.step().sub_batches[0].prefills
+        assert prefill.num_tokens == 300
+
     def test_max_num_seqs_bounds_the_running_requests(self):
         virtual = engine(device_blocks=40, max_num_seqs=2)
         for name in "abc":
@@ -194,6 +211,16 @@ class TestSwaps:
         while virtual.scheduler.has_unfinished:
             ins += names(swap.request for swap in virtual.step().swap_ins)
         assert ins == ["b"]
+
+    def test_host_requests_come_back_although_a_request_waits_that_cannot_have_the_room(self):
+        virtual = engine(device_blocks=16, host_blocks=40)
+        a, b, c = request("a", 40, 4), request("b", 40, 40), request("c", 70, 40)
+        for r in (a, b, c):
+            virtual.add(r)
+        ins = []
+        while virtual.scheduler.has_unfinished:
+            ins += names(swap.request for swap in virtual.step().swap_ins)
+        assert ins[0] == "b"
 
     @pytest.mark.parametrize(("cooldown", "expected"), [(0, True), (10_000, False)])
     def test_a_request_just_swapped_out_stays_out_for_the_cooldown(self, cooldown, expected):

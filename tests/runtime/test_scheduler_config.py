@@ -19,6 +19,7 @@ from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
         ("max_num_batched_tokens", 0, "max_num_batched_tokens=0"),
         ("max_idle_iterations", 0, "max_idle_iterations=0"),
         ("prefill_price", -1.0, "prefill_price=-1.0"),
+        ("prefill_pace", -1.0, "prefill_pace=-1.0"),
         ("swap_cooldown", -1, "swap_cooldown=-1"),
         ("min_gain_margin", -0.1, "min_gain_margin=-0.1"),
         ("swap_in_threshold", 0.0, "swap_in_threshold=0.0"),
