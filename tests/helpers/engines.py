@@ -70,7 +70,7 @@ def make_engine(model: Any, *, tokenizer: Any = None, cost_model: Any = None, **
         scheduler=SchedulerConfig(**scheduler),
         device=DeviceConfig(device_threads=1, host_threads=1, pin_threads=False),
         stages=options.pop("stages", "eager"),
-        cost_model=cost_model or balanced_costs(len(model.model.layers) if hasattr(model, "model") else 3),
+        cost_model=cost_model or balanced_costs(model.config.num_hidden_layers),
         **options,
     )
 
