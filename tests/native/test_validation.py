@@ -1,0 +1,152 @@
+"""What a caller can get wrong is a ValueError that names the value, before native code runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decode_cases import DecodeCase
+
+from neo_compile.host_attention import LayerCache, WorkerPool, paged_decode, plan_decode
+
+
+def decode(**changed: Any) -> torch.Tensor:
+    """A valid problem (2 requests, 4 / 2 heads, head_dim 8, 6 blocks of 4) with some arguments changed."""
+    args: dict[str, Any] = {
+        "q_BHD": torch.randn(2, 4, 8),
+        "k_cache": torch.randn(6, 2, 4, 8),
+        "v_cache": torch.randn(6, 2, 4, 8),
+        "block_tables": torch.tensor([[0, 1, 2], [3, 4, 99]], dtype=torch.int32),
+        "context_lens": torch.tensor([9, 8], dtype=torch.int32),
+        "scale": 1.0,
+    }
+    return paged_decode(**{**args, **changed})
+
+
+def test_the_valid_problem_is_valid() -> None:
+    assert decode().shape == (2, 4, 8)
+
+
+BAD = {
+    "negative length": ({"context_lens": [9, -1]}, r"context_lens\[1\] = -1"),
+    "length beyond the table": ({"context_lens": [13, 1]}, r"context_lens\[0\] = 13 .* 3 blocks of 4"),
+    "block beyond the pool": ({"context_lens": [1, 9]}, r"block_tables\[1, 2\] = 99 .* 6 blocks"),
+    "negative block": ({"block_tables": [[0, -1, 2], [3, 4, 5]]}, r"block_tables\[0, 1\] = -1"),
+    "rows": ({"block_tables": [[0, 1, 2]]}, "1 rows, context_lens 2"),
+    "float lengths": ({"context_lens": torch.tensor([1.0, 2.0])}, "context_lens must be integers"),
+    "table of one dimension": ({"block_tables": torch.tensor([0, 1])}, "block_tables must be integers with 2"),
+    "lengths beyond int32": ({"context_lens": torch.tensor([2**40, 1])}, "context_lens holds values beyond int32"),
+    "q of two dimensions": ({"q_BHD": torch.randn(2, 8)}, "q must be"),
+    "q dtype": ({"q_BHD": torch.randn(2, 4, 8).double()}, "q is torch.float64"),
+    "q batch": ({"q_BHD": torch.randn(3, 4, 8)}, r"q has shape \(3, 4, 8\)"),
+    "q head_dim": ({"q_BHD": torch.randn(2, 4, 7)}, "head_dim 7"),
+    "q heads": ({"q_BHD": torch.randn(2, 3, 8)}, "num_q_heads = 3 is not a multiple of num_kv_heads = 2"),
+    "q not contiguous inside": ({"q_BHD": torch.randn(2, 8, 4).transpose(1, 2)}, "q must be contiguous in its last"),
+    "q on another device": ({"q_BHD": torch.empty(2, 4, 8, device="meta")}, "q is on meta"),
+    "cache dtypes": ({"v_cache": torch.randn(6, 2, 4, 8).half()}, "v_cache is torch.float16, k_cache is torch.float32"),
+    "cache dtype": ({"k_cache": torch.zeros(6, 2, 4, 8, dtype=torch.int8)}, "k_cache is torch.int8"),
+    "cache shapes": ({"v_cache": torch.randn(6, 2, 5, 8)}, "differ beyond head_dim"),
+    "cache of no heads": ({"k_cache": torch.randn(6, 0, 4, 8), "v_cache": torch.randn(6, 0, 4, 8)}, "only num_blocks"),
+    "window 0": ({"window": 0}, "window = 0"),
+    "softcap 0": ({"softcap": 0.0}, "softcap = 0.0"),
+    "softcap nan": ({"softcap": float("nan")}, "softcap = nan"),
+    "sinks shape": ({"sinks": torch.zeros(2)}, r"sinks must be contiguous float32 \[4\]"),
+    "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be contiguous float32"),
+    "out shape": ({"out": torch.zeros(2, 4, 9)}, r"out has shape \(2, 4, 9\)"),
+    "out expanded": ({"out": torch.zeros(1, 4, 8).expand(2, 4, 8)}, "out overlaps itself"),
+    "out dtype": ({"out": torch.zeros(2, 4, 8, dtype=torch.int32)}, "out is torch.int32"),
+    "no threads": ({"num_threads": 0}, "num_threads = 0"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), BAD.values(), ids=BAD)
+def test_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode(**changed)
+
+
+def test_out_overlapping_an_input() -> None:
+    buffer = torch.zeros(200)
+    q, out = buffer[:64].view(2, 4, 8), buffer[60:124].view(2, 4, 8)
+    with pytest.raises(ValueError, match="out overlaps q"):
+        decode(q_BHD=q, out=out)
+
+
+def test_blocks_before_a_window_may_be_gone() -> None:
+    decode(block_tables=[[-5, 1, 2], [3, 4, 99]], context_lens=[12, 8], window=8)
+    with pytest.raises(ValueError, match=r"block_tables\[0, 0\] = -5 .*window 9"):
+        decode(block_tables=[[-5, 1, 2], [3, 4, 99]], context_lens=[12, 8], window=9)
+
+
+def test_plan_and_layer_must_agree(any_pool: WorkerPool) -> None:
+    case = DecodeCase([20])
+    plan, out = case.plan(), case.new_out()
+    for shape, message in (
+        ((9, 3, 16, 64), "num_kv_heads 2.* 3"),
+        ((9, 2, 8, 64), "block_size 16.* 8"),
+        ((9, 2, 16, 32), "head_dim 64.* 32"),
+    ):
+        cache = torch.zeros(shape)
+        with pytest.raises(ValueError, match=message):
+            any_pool.submit(plan, case.q, cache, cache, out, scale=1.0)
+
+
+def test_append_arguments(any_pool: WorkerPool) -> None:
+    case = DecodeCase([20, 20])
+    new = torch.zeros(2, 2, 64)
+    with pytest.raises(ValueError, match="go together"):
+        case.submit(any_pool, case.new_out(), k_new=new)
+    with pytest.raises(ValueError, match=r"v_new has shape \(2, 2, 63\)"):
+        case.submit(any_pool, case.new_out(), k_new=new, v_new=torch.zeros(2, 2, 63))
+    case.block_tables[1] = case.block_tables[0]
+    with pytest.raises(ValueError, match="requests 0 and 1 would both append"):
+        case.submit(any_pool, case.new_out(), k_new=new, v_new=new)
+
+
+def test_copy_arguments(any_pool: WorkerPool) -> None:
+    src, dst = torch.zeros(4, 8), torch.zeros(6, 8)
+    bad = {
+        r"pairs\[1, 0\] = 4 is not one of src's 4 blocks": (src, dst, [[0, 0], [4, 1]]),
+        r"pairs\[0, 1\] = -1 is not one of dst's 6 blocks": (src, dst, [[0, -1]]),
+        "write block 2 of dst more than once": (src, dst, [[0, 2], [1, 2]]),
+        "read and write block 1 of the same pool": (src, src, [[0, 1], [1, 2]]),
+        r"pairs must be \[N, 2\]": (src, dst, [[0, 1, 2]]),
+        "blocks differ": (src, torch.zeros(4, 9), [[0, 0]]),
+        "dst must be a contiguous": (src, torch.zeros(8, 4).t(), [[0, 0]]),
+    }
+    for message, args in bad.items():
+        with pytest.raises(ValueError, match=message):
+            any_pool.submit_copy(*args)
+    with pytest.raises(ValueError, match="max_gbps = 0"):
+        any_pool.submit_copy(src, dst, [[0, 0]], max_gbps=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_threads": -1}, "num_threads = -1"),
+        ({"num_threads": 1, "cpus": []}, "cpus"),
+        ({"num_threads": 1, "cpus": [-1]}, "cpus"),
+        ({"num_threads": 1, "spin_us": -1.0}, "spin_us"),
+        ({"num_threads": 1, "isa": "mmx"}, "'mmx'.*no such kernels.*scalar"),
+    ],
+)
+def test_pool_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkerPool(**arguments)
+
+
+@pytest.mark.parametrize("name", ["num_q_heads", "num_kv_heads", "head_dim", "block_size", "num_threads"])
+def test_plan_sizes(name: str) -> None:
+    sizes = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 8, "block_size": 4, "num_threads": 1, name: 0}
+    with pytest.raises(ValueError, match=f"{name} = 0"):
+        plan_decode([[0]], [1], **sizes)
+
+
+def test_layer_cache_of_no_blocks_serves_empty_requests(any_pool: WorkerPool) -> None:
+    layer = LayerCache(torch.zeros(0, 2, 16, 64), torch.zeros(0, 2, 16, 64))
+    case = DecodeCase([0, 0])
+    out = case.new_out()
+    any_pool.submit_layer(case.plan(), layer, case.q, out, scale=1.0).wait()
+    assert bool((out == 0).all())
