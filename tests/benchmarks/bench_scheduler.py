@@ -13,7 +13,12 @@ from tests.helpers.virtual_engine import VirtualEngine, t4_llama2_7b
 def steady_state(policy: str, num_requests: int) -> VirtualEngine:
     """A tenth of the requests on the device, the rest on the host, and as many again waiting."""
     virtual = VirtualEngine(
-        SchedulerConfig(policy=policy, max_num_seqs=num_requests, max_num_batched_tokens=4 * num_requests + 2048),
+        SchedulerConfig(
+            policy=policy,
+            max_num_seqs=num_requests,
+            max_num_batched_tokens=4 * num_requests + 2048,
+            prefill_pace=1e6,  # to get there quickly
+        ),
         t4_llama2_7b(host_tokens_per_ms=1e6),
         device_blocks=num_requests * 3,
         host_blocks=num_requests * 40,
