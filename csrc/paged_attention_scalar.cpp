@@ -24,12 +24,38 @@ constexpr int kRows = 4;    // K / V rows per pass over the head dimension
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896341f;
 
+typedef float Quad __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+#define NEO_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+typedef int32_t IQuad __attribute__((vector_size(16)));
+#define NEO_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, IQuad{i, j, k, l})
+#endif
+
+// Sum by quarters: lane i of the result = lanes i, i + 4, i + 8, ... of x.
+inline Quad fold(Vec x) {
+#if defined(__AVX512F__)
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+#elif defined(__AVX2__)
+  return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+#else
+  return x;
+#endif
+}
+
 inline float sum_lanes(Vec x) {
-  float lane[kLanes];
-  memcpy(lane, &x, sizeof(x));
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  const Quad quad = fold(x);
+  return (quad[0] + quad[1]) + (quad[2] + quad[3]);
+}
+
+// The sums of four vectors side by side: a transpose costs less than four reductions.
+inline Quad sum_lanes(const Vec* x) {
+  const Quad a = fold(x[0]), b = fold(x[1]), c = fold(x[2]), d = fold(x[3]);
+  const Quad ab = NEO_SHUFFLE(a, b, 0, 4, 1, 5) + NEO_SHUFFLE(a, b, 2, 6, 3, 7);
+  const Quad cd = NEO_SHUFFLE(c, d, 0, 4, 1, 5) + NEO_SHUFFLE(c, d, 2, 6, 3, 7);
+  return NEO_SHUFFLE(ab, cd, 0, 1, 4, 5) + NEO_SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
 // 2^x, about 2e-7 relative (Cephes' polynomial); 0 below -126, NaN stays NaN. x <= 127.
@@ -98,20 +124,35 @@ struct Rows {
   }
 };
 
-inline void dot_tile(const float* q, const float* const* k, int32_t padded_dim, float* scores) {
-  Vec sum[kRows] = {};
+// kHeads query heads (q rows q_stride apart) against kRows K rows; scores of a head are kChunk apart from the next
+// one's.
+template <int kHeads>
+inline void dot_tile(const float* q, int32_t q_stride, const float* const* k, int32_t padded_dim, float* scores) {
+  Vec sum[kHeads][kRows] = {};
   for (int32_t d = 0; d < padded_dim; d += kLanes) {
-    const Vec x = load(q + d);
-    for (int i = 0; i < kRows; ++i) sum[i] += x * load(k[i] + d);
+    Vec row[kRows];
+    for (int i = 0; i < kRows; ++i) row[i] = load(k[i] + d);
+    for (int g = 0; g < kHeads; ++g) {
+      const Vec x = load(q + g * q_stride + d);
+      for (int i = 0; i < kRows; ++i) sum[g][i] += x * row[i];
+    }
   }
-  for (int i = 0; i < kRows; ++i) scores[i] = sum_lanes(sum[i]);
+  for (int g = 0; g < kHeads; ++g) {
+    const Quad dots = sum_lanes(sum[g]);
+    memcpy(scores + g * kChunk, &dots, sizeof(dots));
+  }
 }
 
-inline void accumulate_tile(const float* p, const float* const* v, int32_t padded_dim, float* acc) {
+template <int kHeads>
+inline void accumulate_tile(const float* p, const float* const* v, int32_t padded_dim, float* acc, int32_t acc_stride) {
   for (int32_t d = 0; d < padded_dim; d += kLanes) {
-    Vec sum = load(acc + d);
-    for (int i = 0; i < kRows; ++i) sum += p[i] * load(v[i] + d);
-    store(sum, acc + d);
+    Vec row[kRows];
+    for (int i = 0; i < kRows; ++i) row[i] = load(v[i] + d);
+    for (int g = 0; g < kHeads; ++g) {
+      Vec sum = load(acc + g * acc_stride + d);
+      for (int i = 0; i < kRows; ++i) sum += p[g * kChunk + i] * row[i];
+      store(sum, acc + g * acc_stride + d);
+    }
   }
 }
 
@@ -152,21 +193,27 @@ inline void attend_chunk(const NeoSpan& s, const Rows<T>& k, const Rows<T>& v, i
   const float* rows[kRows];
   for (int32_t h = 0; h < s.num_kv_heads; ++h) {
     const int32_t first = h * group;
+    const float* q = s.q + static_cast<int64_t>(first) * s.q_stride;
+    float* acc = s.acc + static_cast<int64_t>(first) * s.acc_stride;
     for (int32_t t = begin; t < end; t += kRows) {
       k.load_tile(h, t, end, buffer, s.q_stride, rows);
       v.prefetch(h, t, t + kRows < end ? t + kRows : end);
-      for (int32_t g = 0; g < group; ++g)
-        dot_tile(s.q + static_cast<int64_t>(first + g) * s.q_stride, rows, k_dim, scores + g * kChunk + (t - begin));
+      float* out = scores + (t - begin);
+      int32_t g = 0;
+      for (; g + 2 <= group; g += 2) dot_tile<2>(q + g * s.q_stride, s.q_stride, rows, k_dim, out + g * kChunk);
+      if (g < group) dot_tile<1>(q + g * s.q_stride, s.q_stride, rows, k_dim, out + g * kChunk);
     }
     for (int32_t g = 0; g < group; ++g)
       softmax_update(scores + g * kChunk, end - begin, s.softcap, s.m + first + g, s.l + first + g,
-                     s.acc + static_cast<int64_t>(first + g) * s.acc_stride, v_dim);
+                     acc + g * s.acc_stride, v_dim);
     for (int32_t t = begin; t < end; t += kRows) {
       v.load_tile(h, t, end, buffer, s.acc_stride, rows);
       if (h + 1 < s.num_kv_heads) k.prefetch(h + 1, t, t + kRows < end ? t + kRows : end);
-      for (int32_t g = 0; g < group; ++g)
-        accumulate_tile(scores + g * kChunk + (t - begin), rows, v_dim,
-                        s.acc + static_cast<int64_t>(first + g) * s.acc_stride);
+      const float* p = scores + (t - begin);
+      int32_t g = 0;
+      for (; g + 2 <= group; g += 2)
+        accumulate_tile<2>(p + g * kChunk, rows, v_dim, acc + g * s.acc_stride, s.acc_stride);
+      if (g < group) accumulate_tile<1>(p + g * kChunk, rows, v_dim, acc + g * s.acc_stride, s.acc_stride);
     }
   }
 }
