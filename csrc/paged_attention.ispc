@@ -17,14 +17,12 @@
 #define NEO_CONCAT(a, b) NEO_CONCAT2(a, b)
 
 // How many tokens' (TB) and pairs' (C) accumulators fit in the registers beside GH heads of q.
-#if defined(ISPC_TARGET_AVX2)
+#if defined(ISPC_TARGET_AVX2)  // 16 registers: three heads run as two and one
 #define TB1 8
 #define TB2 4
-#define TB3 4
 #define TB4 2
 #define C1 4
 #define C2 2
-#define C3 2
 #define C4 1
 #elif defined(ISPC_TARGET_NEON)
 #define TB1 4
@@ -134,10 +132,12 @@ static unmasked void score_heads(uniform int num_heads, const uniform T *uniform
     if (left >= 4) {
       score_chunk<T, 4, TB4>(k, rows->k, n, qg, q_stride, head_dim, sg, ahead, ahead_offsets);
       g += 4;
+#ifdef TB3
     } else if (left == 3) {
       score_chunk<T, 3, TB3>(k, rows->k, n, qg, q_stride, head_dim, sg, ahead, ahead_offsets);
       g += 3;
-    } else if (left == 2) {
+#endif
+    } else if (left >= 2) {
       score_chunk<T, 2, TB2>(k, rows->k, n, qg, q_stride, head_dim, sg, ahead, ahead_offsets);
       g += 2;
     } else {
@@ -159,10 +159,12 @@ static unmasked void accumulate_heads(uniform int num_heads, const uniform T *un
     if (left >= 4) {
       accumulate_chunk<T, 4, C4>(v, rows->v, n, pg, dg, ag, acc_stride, head_dim, ahead, ahead_offsets);
       g += 4;
+#ifdef C3
     } else if (left == 3) {
       accumulate_chunk<T, 3, C3>(v, rows->v, n, pg, dg, ag, acc_stride, head_dim, ahead, ahead_offsets);
       g += 3;
-    } else if (left == 2) {
+#endif
+    } else if (left >= 2) {
       accumulate_chunk<T, 2, C2>(v, rows->v, n, pg, dg, ag, acc_stride, head_dim, ahead, ahead_offsets);
       g += 2;
     } else {
