@@ -1,8 +1,8 @@
 """`torch.compile(model, backend="neo")`: the entry point of the torch_dynamo_backends group.
 
-Dynamo hands over a graph; attention is found, the graph is cut there, and the linear stages are compiled. Called plainly
-the result computes exactly what the model computed, with any cache object, because each site falls back to the attention
-of the original graph unless a forward batch is active.
+Dynamo hands over a graph; attention is found, the graph is cut there, and the linear stages are compiled. Called
+plainly the result computes exactly what the model computed, with any cache object, because each site falls back to the
+attention of the original graph unless a forward batch is active.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import fx
 
 from neo_compile.config import CompileOptions, check_mode
 from neo_compile.passes.canonicalize import canonicalize
-from neo_compile.passes.compile_stages import compile_stages
+from neo_compile.passes.compile_stages import compile_stages, share_stages
 from neo_compile.passes.find_attention import Findings, find_attention
 from neo_compile.passes.pack_linears import pack_linears
 from neo_compile.passes.replace_attention import replace_attention
@@ -53,9 +53,9 @@ def neo(
     if reasons:
         return _compile_whole(gm, example_inputs, mode, checked, reasons[0])
     split = split_stages(gm)
-    functions, keys = compile_stages(split, stages=checked.stages)
-    program = build_program(split, functions, {})
-    return StagedModel(program, num_artifacts=len(set(keys) - {-1}), stage_keys=keys)
+    keys = share_stages(split)
+    functions = compile_stages(split, keys, stages=checked.stages)
+    return StagedModel(build_program(split, functions, {}), stage_keys=keys)
 
 
 def _passes(findings: Findings, options: CompileOptions) -> list[Callable[..., fx.GraphModule]]:
@@ -86,5 +86,5 @@ def _compile_whole(
     from torch._inductor.compile_fx import compile_fx
 
     patches = torch._inductor.list_mode_options(mode) if mode else {}
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled

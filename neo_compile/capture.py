@@ -21,12 +21,14 @@ from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.source import LocalSource, TensorPropertySource
 
 from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
-from neo_compile.errors import UnsupportedModelError
+from neo_compile.errors import ConfigError, UnsupportedModelError
 from neo_compile.hf_attention import SiteRecord, attention_for_recording, attention_for_tracing, installed_attention
 from neo_compile.hf_checks import LogitsCall, check_model, complete_records
-from neo_compile.passes.compile_stages import compile_stages
-from neo_compile.passes.pack_linears import pack_linears
-from neo_compile.passes.split_stages import build_program, find_sites, flatten_batch, split_stages
+from neo_compile.passes.compile_stages import compile_stages, share_stages
+from neo_compile.passes.pack_linears import num_packed, pack_linears
+from neo_compile.passes.runner import GraphPass, run_passes
+from neo_compile.passes.split_stages import SplitGraph, build_program, find_sites, flatten_batch, split_stages
+from neo_compile.passes.verify import mutated_inputs, verify
 from neo_compile.probe import check_against
 from neo_compile.staged import SizeInput, StagedModel
 
@@ -135,7 +137,7 @@ def _trace(call: LogitsCall, device: torch.device) -> tuple[fx.GraphModule, list
         return stop
 
     def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        torch._check(input_ids.shape[1] == position_ids.shape[1])
+        torch._check(input_ids.shape[1] == position_ids.shape[1])  # type: ignore[no-untyped-call]
         return call(input_ids, position_ids, logit_rows)
 
     # A code object of its own: what Dynamo caches for it dies with it, and captures share no recompile limit.
@@ -184,19 +186,43 @@ def _name_inputs(
 
 
 def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, num_threads: int | None) -> StagedModel:
-    gm = traced.gm
-    if packed_linear is not False:
-        gm = pack_linears(gm, traced.example_inputs)
-    gm = flatten_batch(gm)
-    split = split_stages(gm)
-    functions, keys = compile_stages(split, stages=stages, num_threads=num_threads)
+    passes: list[GraphPass] = [pack_linears, flatten_batch] if packed_linear is not False else [flatten_batch]
+    gm = run_passes(traced.gm, traced.example_inputs, passes)
+    if packed_linear is True and not num_packed(gm.graph):
+        raise ConfigError("packed_linear=True, but oneDNN can pack no linear of this model; use 'auto' or False")
+    split = split_traced(traced)
+    keys = share_stages(split)
+    _refuse_mutation(split, keys)
+    functions = compile_stages(split, keys, stages=stages, num_threads=num_threads)
     bound = {
         register: value
         for register, name, value in zip(split.inputs, traced.named_inputs, traced.example_inputs, strict=True)
         if name is None and register is not None
     }
-    program = build_program(split, functions, bound)
-    return StagedModel(program, num_artifacts=len(set(keys) - {-1}), named_inputs=traced.named_inputs, stage_keys=keys)
+    return StagedModel(build_program(split, functions, bound), stage_keys=keys, named_inputs=traced.named_inputs)
+
+
+def split_traced(traced: TracedModel) -> SplitGraph:
+    """The stages of a traced model.
+
+    Raises:
+        UnsupportedModelError: the graph cannot be cut.
+    """
+    reasons = verify(traced.gm.graph, num_sites=len(traced.records))
+    if reasons:
+        raise UnsupportedModelError(reasons[0])
+    return split_stages(traced.gm)
+
+
+def _refuse_mutation(split: SplitGraph, keys: Sequence[int | None]) -> None:
+    """Two sub-batches run the same stages: what one writes in place, the other would see."""
+    seen: set[int | None] = {None}
+    for index, (stage, key) in enumerate(zip(split.stages, keys, strict=True)):
+        if key not in seen:
+            seen.add(key)
+            mutated = mutated_inputs(stage.graph_module, stage.example_inputs())
+            if mutated:
+                raise UnsupportedModelError(f"linear stage {index} changes {len(mutated)} of its inputs in place")
 
 
 def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> None:
@@ -210,7 +236,7 @@ def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> Non
     error = check_against(
         staged,
         reference,
-        vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator, union-attr]
+        vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
         dtype=parameter.dtype,
         device=parameter.device,
         lengths=(5, 8 + max(windows, default=0)),

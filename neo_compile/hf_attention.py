@@ -20,8 +20,21 @@ IMPLEMENTATION = "neo"
 
 # Keywords that do not change what attention computes once there is no mask and no cache.
 _HARMLESS = frozenset(
-    "position_ids cache_position use_cache output_attentions output_hidden_states output_router_logits return_dict "
-    "logits_to_keep num_items_in_batch deterministic training is_causal position_embeddings".split()
+    {
+        "cache_position",
+        "deterministic",
+        "is_causal",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "training",
+        "use_cache",
+    }
 )
 
 

@@ -15,8 +15,8 @@ ATTENTION_SCHEMA = (
     "int? window, float? softcap) -> Tensor"
 )
 
-library = torch.library.Library("neo", "DEF")
-library.define(ATTENTION_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+library = torch.library.Library("neo", "DEF")  # type: ignore[no-untyped-call]
+library.define(ATTENTION_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def attention(
@@ -46,7 +46,8 @@ def attention(
     handler = active_handler()
     if handler is None:
         return plain_attention(q, k, v, mask, sinks, scale, is_causal, window, softcap)
-    assert q.shape[0] == 1 and mask is None, f"a forward batch is one row of tokens without a mask, got q {q.shape}"
+    assert q.shape[0] == 1, f"a forward batch is one row of tokens, got q {q.shape}"
+    assert mask is None, "a forward batch has no mask: its handler knows which tokens are whose"
     described = describe_site(q, k, v, sinks, site, scale, window, softcap)
     out_THD = handler.finish(handler.begin(described, q[0].contiguous(), k[0].contiguous(), v[0].contiguous(), sinks))
     return out_THD.unsqueeze(0).contiguous()
@@ -158,5 +159,5 @@ def _attention_fake(
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-library.impl("attention", attention, "CompositeExplicitAutograd")
+library.impl("attention", attention, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("neo::attention", _attention_fake, lib=library)

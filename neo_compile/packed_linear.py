@@ -37,7 +37,9 @@ _packed: dict[tuple[int, ...], _Packed] = {}
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN has a packed form for `weight` [out, in] on this machine."""
-    if not torch.backends.mkldnn.is_available() or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter):
         return False
     if weight.device.type != "cpu" or weight.dim() != 2 or weight.layout != torch.strided or 0 in weight.shape:
         return False
@@ -98,8 +100,8 @@ def _packed_linear_fake(
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-library.define(
+library.define(  # type: ignore[no-untyped-call]
     "packed_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
-library.impl("packed_linear", packed_linear, "CPU")
+library.impl("packed_linear", packed_linear, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("neo::packed_linear", _packed_linear_fake, lib=library)

@@ -95,22 +95,22 @@ class StagedModel:
         num_artifacts: how many different stages were compiled.
         input_names: keywords of `run` and `coroutine`, in the order of `__call__`'s tensors; empty when the program's
             inputs have no names (a graph of `torch.compile`).
-        stage_keys: which artefact each stage runs, as an index below `num_artifacts`.
+        stage_keys: which artefact each stage runs, as an index below `num_artifacts`; None for a stage without
+            operators.
     """
 
     def __init__(
         self,
         program: Program,
         *,
-        num_artifacts: int,
+        stage_keys: Sequence[int | None],
         named_inputs: Sequence[str | SizeInput | None] = (),
-        stage_keys: Sequence[int] = (),
     ) -> None:
         self.program = program
         self.sites: tuple[AttentionSite, ...] = tuple(call.site for call in program.sites)
         self.num_stages = len(program.stages)
-        self.num_artifacts = num_artifacts
         self.stage_keys = tuple(stage_keys)
+        self.num_artifacts = len(set(self.stage_keys) - {None})
         self.input_names: tuple[str, ...] = tuple(name for name in named_inputs if isinstance(name, str))
         self._named_inputs = tuple(named_inputs)
         self._template: list[Any] = [None] * program.num_registers
@@ -237,7 +237,8 @@ def _run_site(call: SiteCall, registers: list[Any], handler: AttentionHandler | 
     if handler is None:
         out = plain_attention(q, k, v, mask, sinks, site.scale, call.is_causal, site.window, site.softcap)
     else:
-        assert q.shape[0] == 1 and mask is None, f"a forward batch is one row of tokens without a mask, got q {q.shape}"
+        assert q.shape[0] == 1, f"a forward batch is one row of tokens, got q {q.shape}"
+        assert mask is None, "a forward batch has no mask: its handler knows which tokens are whose"
         out = handler.finish(handler.begin(site, q[0].contiguous(), k[0].contiguous(), v[0].contiguous(), sinks))[None]
     for register in call.dead:
         registers[register] = None

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-_FUNCTION_OF_METHOD = {
+_FUNCTION_OF_METHOD: dict[str, Any] = {
     "softmax": F.softmax,
     "matmul": torch.matmul,
     "masked_fill": torch.masked_fill,
@@ -28,7 +28,7 @@ _FUNCTION_OF_METHOD = {
     "div": operator.truediv,
     "tanh": torch.tanh,
 }
-_FUNCTION_OF_FUNCTION = {
+_FUNCTION_OF_FUNCTION: dict[Any, Any] = {
     torch.softmax: F.softmax,
     operator.matmul: torch.matmul,
     torch.add: operator.add,
@@ -57,7 +57,7 @@ def _canonicalize_target(node: fx.Node) -> bool:
     if node.op == "call_method":
         target = _FUNCTION_OF_METHOD.get(str(node.target))
     elif node.op == "call_function":
-        target = _FUNCTION_OF_FUNCTION.get(node.target)  # type: ignore[arg-type]
+        target = _FUNCTION_OF_FUNCTION.get(node.target)
     else:
         return False
     if target is None or (target in _BINARY and (len(node.args) != 2 or node.kwargs)):

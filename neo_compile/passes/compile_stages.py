@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from neo_compile.config import StageKind
 from neo_compile.passes.split_stages import SplitGraph, StageGraph
 from neo_compile.staged import StageFunction
 
@@ -34,35 +35,33 @@ def structural_key(gm: fx.GraphModule) -> tuple[Any, ...]:
     return tuple(rows)
 
 
+def share_stages(split: SplitGraph) -> list[int | None]:
+    """For each stage the index of its artefact: equal stages have the same one. None: a stage without operators."""
+    index_of: dict[tuple[Any, ...], int] = {}
+    return [
+        index_of.setdefault(structural_key(stage.graph_module), len(index_of)) if stage.num_operators else None
+        for stage in split.stages
+    ]
+
+
 def compile_stages(
-    split: SplitGraph, *, stages: str, num_threads: int | None = None
-) -> tuple[list[StageFunction | None], list[int]]:
-    """One function per stage, and for each stage the index of the distinct artefact it runs (-1: no operators).
+    split: SplitGraph, keys: Sequence[int | None], *, stages: StageKind, num_threads: int | None = None
+) -> list[StageFunction | None]:
+    """The function of each stage, compiled once per artefact.
 
     Args:
-        stages: "inductor" or "eager".
+        keys: from `share_stages`.
         num_threads: Inductor bakes the thread count into its loops; None takes torch's current one.
     """
-    functions: list[StageFunction | None] = []
-    keys: list[int] = []
-    artifacts: dict[tuple[Any, ...], StageFunction] = {}
-    order: dict[tuple[Any, ...], int] = {}
-    for stage in split.stages:
-        if stage.num_operators == 0:
-            functions.append(None)
-            keys.append(-1)
-            continue
-        key = structural_key(stage.graph_module)
-        if key not in artifacts:
+    artifacts: dict[int, StageFunction] = {}
+    for stage, key in zip(split.stages, keys, strict=True):
+        if key is not None and key not in artifacts:
             artifacts[key] = _compile(stage, stages, num_threads)
-            order[key] = len(order)
-        functions.append(artifacts[key])
-        keys.append(order[key])
     logger.info("%d linear stages, %d distinct", len(split.stages), len(artifacts))
-    return functions, keys
+    return [None if key is None else artifacts[key] for key in keys]
 
 
-def _compile(stage: StageGraph, stages: str, num_threads: int | None) -> StageFunction:
+def _compile(stage: StageGraph, stages: StageKind, num_threads: int | None) -> StageFunction:
     if stages == "eager":
         return _eager(stage.graph_module)
     from neo_compile.passes.inductor import compile_with_inductor
@@ -103,7 +102,6 @@ def _metadata(value: Any) -> Any:
         str(value.stride()) if value.layout == torch.strided else str(value.layout),
         str(value.dtype),
         str(value.device),
-        str(value.storage_offset()) if value.layout == torch.strided else "",
     )
 
 

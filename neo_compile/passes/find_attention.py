@@ -10,6 +10,7 @@ What looks like attention but cannot be a site is reported with a reason.
 from __future__ import annotations
 
 import operator
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +98,7 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     name = str(list(stack.values())[-1][0])
-    return name.replace("L['self'].", "").removeprefix("L['").replace("']", "")
+    return re.sub(r"^(.*cell_contents\.|args\[0\]\.|L\['self'\]\.|self\.)", "", name)
 
 
 def _match_sdpa(node: fx.Node) -> AttentionMatch:
@@ -243,21 +244,21 @@ def _peel_repeated_heads(k: Any, v: Any) -> tuple[Any, Any, tuple[fx.Node, ...]]
     return k_source, v_source, (*k_nodes, *v_nodes)
 
 
-def _repeat_source(node: Any) -> tuple[Any, int, tuple[fx.Node, ...]]:
-    unrepeated = (node, 1, ())
+def _repeat_source(node: Any) -> tuple[Any, int, tuple[Any, ...]]:
+    unrepeated: tuple[Any, int, tuple[Any, ...]] = (node, 1, ())
     if not isinstance(node, fx.Node) or _rank(node) != 4:
         return unrepeated
     if node.target in ("repeat_interleave", torch.repeat_interleave):
-        named = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+        named: dict[str, Any] = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
         if named.get("dim") in (1, -3) and isinstance(named.get("repeats"), int):
             return named["input"], named["repeats"], (node,)
         return unrepeated
     if node.op != "call_method" or node.target not in ("reshape", "view", "contiguous"):
         return unrepeated
-    expanded = node.args[0]
+    expanded: Any = node.args[0]
     if not isinstance(expanded, fx.Node) or expanded.target != "expand" or _rank(expanded) != 5:
         return unrepeated
-    indexed = expanded.args[0]
+    indexed: Any = expanded.args[0]
     everything = slice(None, None, None)
     if not _is_call(indexed, operator.getitem):
         return unrepeated

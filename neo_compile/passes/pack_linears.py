@@ -48,6 +48,11 @@ def pack_linears(gm: fx.GraphModule, example_inputs: Sequence[Any], *, merge: bo
     return gm
 
 
+def num_packed(graph: fx.Graph) -> int:
+    """How many packed calls `graph` holds."""
+    return sum(node.target is torch.ops.neo.packed_linear.default for node in graph.nodes)
+
+
 def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     arguments = [_linear_args(node) for node in nodes]
     x = arguments[0][0]
@@ -71,8 +76,6 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     for node, part in zip(nodes, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)
-
-
 
 
 def _linear_args(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:

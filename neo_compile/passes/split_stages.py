@@ -9,7 +9,7 @@ its results that something later reads. Nodes keep their order, so a node belong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +77,8 @@ def flatten_batch(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.
         out = _fake(site)
         with gm.graph.inserting_after(site):
             batched = gm.graph.call_method("unsqueeze", (site, 0))
-        site.replace_all_uses_with(batched, delete_user_cb=lambda user, new=batched: user is not new)
+        for user in [user for user in site.users if user is not batched]:
+            user.replace_input_with(site, batched)
         batched.meta["example_value"] = out
         site.meta["example_value"] = out.squeeze(0)
         site.meta["is_flat"] = True
@@ -183,12 +184,16 @@ def _stage_graph(
 
 
 def _site_call(node: fx.Node, index: int, registers: dict[fx.Node, int]) -> SiteCall:
-    q, k, v, mask, sinks, _, scale, is_causal, window, softcap = node.args
-    assert isinstance(q, fx.Node) and isinstance(k, fx.Node) and isinstance(v, fx.Node)
+    arguments: Any = node.args
+    q, k, v, mask, sinks, _, scale, is_causal, window, softcap = arguments
+    assert isinstance(q, fx.Node)
+    assert isinstance(k, fx.Node)
+    assert isinstance(v, fx.Node)
     is_flat = bool(node.meta.get("is_flat"))
-    lift: Callable[[Any], Any] = (lambda t: t.unsqueeze(0)) if is_flat else (lambda t: t)
-    fakes = [lift(_fake(tensor)) for tensor in (q, k, v)]
-    site = describe_site(*fakes, sinks, index, scale, window, softcap)  # type: ignore[arg-type]
+    fakes = [_fake(tensor) for tensor in (q, k, v)]
+    if is_flat:
+        fakes = [fake.unsqueeze(0) for fake in fakes]
+    site = describe_site(fakes[0], fakes[1], fakes[2], sinks, index, scale, window, softcap)
     return SiteCall(
         site=site,
         q=registers[q],

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from neo_compile.passes.split_stages import find_sites, is_site
 
@@ -61,13 +65,48 @@ def _untyped_crossings(graph: fx.Graph) -> list[str]:
     return []
 
 
-def mutated_inputs(gm: fx.GraphModule, example_inputs: list[Any]) -> list[int]:
+def mutated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
     """Which inputs of a stage it changes in place, found by running it on fake tensors."""
-    versions = [value._version if isinstance(value, torch.Tensor) else None for value in example_inputs]
-    with torch.no_grad():
-        gm(*example_inputs)
+    inputs = as_fakes(example_inputs)
+    versions = _versions(inputs)
+    with torch.no_grad(), fake_mode_of(inputs):
+        gm(*inputs)
+    return [index for index, (old, new) in enumerate(zip(versions, _versions(inputs), strict=True)) if old != new]
+
+
+def is_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a stage mutates no input, and its results share memory with no input and not with each other."""
+    inputs = as_fakes(example_inputs)
+    versions = _versions(inputs)
+    with torch.no_grad(), fake_mode_of(inputs):
+        results = [value for value in gm(*inputs) if isinstance(value, torch.Tensor)]
+    if versions != _versions(inputs):
+        return False
+    storages = [_storage(tensor) for tensor in results]
+    given = {_storage(value) for value in inputs if isinstance(value, torch.Tensor)}
+    return len(set(storages)) == len(storages) and not given & set(storages)
+
+
+def as_fakes(example_inputs: Sequence[Any]) -> list[Any]:
+    """`example_inputs` with a fake in place of each real tensor (tensors of the graph itself are real)."""
+    fake_mode = fake_mode_of(example_inputs)
     return [
-        index
-        for index, (value, version) in enumerate(zip(example_inputs, versions, strict=True))
-        if isinstance(value, torch.Tensor) and value._version != version
+        fake_mode.from_tensor(value) if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) else value
+        for value in example_inputs
     ]
+
+
+def fake_mode_of(example_inputs: Sequence[Any]) -> FakeTensorMode:
+    """The mode that the graph was traced in. Dynamo gives its backends another one, of the same shape environment."""
+    for value in example_inputs:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _versions(values: Sequence[Any]) -> list[int | None]:
+    return [value._version if isinstance(value, torch.Tensor) else None for value in values]
