@@ -114,3 +114,17 @@ def test_not_a_hugging_face_model() -> None:
 def test_bad_options_list_the_valid_ones(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option}={value!r}, must be one of"):
         capture(tiny_model("Llama"), **{option: value})  # type: ignore[arg-type]
+
+
+def test_inductor_one_capture_serves_every_size() -> None:
+    model = tiny_model("Llama", num_layers=3)
+    staged = capture(model, num_threads=1)
+    assert (staged.num_stages, staged.num_artifacts) == (4, 3)
+    for logits, prompt in zip(run_ragged(staged, PROMPTS, CHUNKS), PROMPTS, strict=True):
+        torch.testing.assert_close(logits, eager_logits(model, prompt), atol=2e-4, rtol=2e-4)
+    generator = torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (1, 2, 5, 12, 64):
+            tokens = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+            (logits,) = run_ragged(staged, [tokens], [[length]])
+            torch.testing.assert_close(logits, eager_logits(model, tokens), atol=2e-4, rtol=2e-4)
