@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from neo_compile.app import cli, doctor
+from neo_compile.app import cli, demo, doctor
+from tests.helpers.engines import hf_greedy, tiny_llama
 from tests.helpers.smollm import save_tiny_llama
 
 ENGINE = ["--stages", "eager", "--device-tokens", "128", "--host-tokens", "1024", "--device-threads", "1"]
@@ -136,7 +137,7 @@ def test_demo(tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     # A byte is a token here, a prompt some 1000 of them: the device cache holds one.
     assert cli.main(["demo", "--model", tiny_folder, "--out", str(tmp_path), *options, *sizes]) == 0
     out = capsys.readouterr().out
-    assert "3 of 3 texts equal Hugging Face's" in out
+    assert "3 of 3 texts equal Hugging Face's greedy decoding" in out
     assert "neo : device-only = " in out
     assert (tmp_path / "timeline.png").exists()
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
@@ -146,3 +147,12 @@ def test_demo(tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_demo_checks_its_options(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", option]) == 2
     assert option.split("=")[0] in capsys.readouterr().err
+
+
+def test_greedy_continuation() -> None:
+    model = tiny_llama()
+    prompt = [5, 9, 11]
+    output = hf_greedy(model, prompt, 6)
+    assert demo.is_greedy_continuation(model, prompt, output)
+    assert not demo.is_greedy_continuation(model, prompt, [*output[:3], (output[3] + 1) % 199, *output[4:]])
+    assert not demo.is_greedy_continuation(model, prompt, [])

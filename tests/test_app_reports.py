@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 def make_timeline(num_layers: int = 8) -> Timeline:
-    """Iteration 1 has no host attention, 2 is sequential with some, 3 is pipelined with some."""
+    """Iteration 1 has no host attention, 2 is unsplit with some, 3 is pipelined with some."""
     timeline = Timeline()
     for iteration in (1, 2, 3):
         now = iteration * 1000 * MS

@@ -21,8 +21,10 @@ from neo_compile.app.models import SMOLLM2, encode_chat, load_model, parse_dtype
 from neo_compile.app.options import open_engine
 from neo_compile.app.progress import StatusLine
 from neo_compile.app.serving import ServedRun, serve
+from neo_compile.app.timeline_plot import is_pipelined
 from neo_compile.errors import ConfigError
 from neo_compile.runtime.outputs import RequestOutput
+from neo_compile.runtime.plan import Strategy
 from neo_compile.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from neo_compile.runtime.timeline import Timeline
 
 POLICIES = ("device-only", "neo")
-TIMELINE_TOKENS = 16
+TIMELINE_TOKENS = 32
 
 DESCRIPTION = """\
 Serve a dozen real prompts on two tiers: check in float32 that the text equals Hugging Face's, measure device-only
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             runs = measure(engines, prompts, token_ids, args, status)
             status.clear()
             print_report(runs, engines["neo"].stats(), token_ids, dtype)
-            write_timeline(record_timeline(engines["neo"], token_ids, status), Path(args.out))
+            draw_timelines(engines["neo"], model, tokenizer, token_ids, args, status)
         finally:
             for engine in engines.values():
                 engine.close()
@@ -99,42 +101,40 @@ def _open_engine(policy: str, model: Any, tokenizer: Any, args: argparse.Namespa
 
 
 def check_texts(prompts: Sequence[str], args: argparse.Namespace, status: StatusLine) -> bool:
-    """Whether, in float32, both policies give the tokens of Hugging Face's `generate`; says so."""
+    """Whether, in float32, both policies give the tokens of Hugging Face's greedy decoding; says so."""
     status.announce("loading the model in float32, for comparing texts")
     model, tokenizer = load_model(args.model, parse_dtype("float32"))
     token_ids = [encode_chat(tokenizer, prompt) for prompt in prompts]
-    wanted = []
-    for number, ids in enumerate(token_ids, 1):
-        status.update(f"Hugging Face generates reference {number}/{len(prompts)}")
-        wanted.append(generate_reference(model, ids, args.check_tokens))
     params = SamplingParams(max_tokens=args.check_tokens, temperature=0.0)
     is_same = True
     for policy in POLICIES:
         with _open_engine(policy, model, tokenizer, args, status) as engine:
-            served = serve(engine, token_ids, params, on_progress=status.update_from)
-        num_same = sum(output.token_ids == ids for output, ids in zip(served.outputs, wanted, strict=True))
+            served = serve(engine, token_ids, params, on_progress=partial(status.update_from, label=f"{policy}: "))
+        status.announce("comparing with Hugging Face")
+        num_same = sum(
+            is_greedy_continuation(model, ids, output.token_ids)
+            for ids, output in zip(token_ids, served.outputs, strict=True)
+        )
         is_same &= num_same == len(prompts)
         status.clear()
         print(
-            f"float32, {policy}: {num_same} of {len(prompts)} texts equal Hugging Face's "
-            f"(first {args.check_tokens} tokens each; "
-            f"{served.counters['num_host_requests']} requests decoded on the host)",
+            f"float32, {policy}: {num_same} of {len(prompts)} texts equal Hugging Face's greedy decoding "
+            f"({served.num_output_tokens} tokens; {served.counters['num_host_requests']} requests decoded on the host)",
             flush=True,
         )
     return is_same
 
 
-def generate_reference(model: Any, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """The tokens of transformers' own greedy `generate`, end-of-sequence token included."""
+def is_greedy_continuation(model: Any, prompt: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether transformers, decoding greedily, continues `prompt` with `output`.
+
+    One forward pass tells: each token must be the likeliest one after all tokens before it.
+    """
     import torch
 
-    output = model.generate(
-        torch.tensor([token_ids]),
-        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
-        max_new_tokens=max_tokens,
-        do_sample=False,
-    )
-    return list(map(int, output[0, len(token_ids) :]))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return bool(output) and logits.argmax(-1).tolist() == list(output)
 
 
 def measure(
@@ -170,6 +170,26 @@ def measure(
 def _shorten(prompt: str, length: int = 110) -> str:
     line = " ".join(prompt.split())
     return line if len(line) <= length else line[: length - 4] + " ..."
+
+
+def draw_timelines(
+    engine: Engine,
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    args: argparse.Namespace,
+    status: StatusLine,
+) -> None:
+    """Draw an iteration as the scheduler chose it and, if it pipelined none, one where it had to."""
+    folder = Path(args.out)
+    timeline = record_timeline(engine, prompts, status)
+    write_timeline(timeline, folder, "timeline")
+    if any(is_pipelined(timeline.of_iteration(iteration)) for iteration in timeline.iterations()):
+        return
+    print("\nNo iteration was worth two sub-batches to the scheduler. The same prompts when it may not choose unsplit:")
+    strategies = (Strategy.DEVICE_ONLY.value, Strategy.PIPELINED.value)
+    with open_engine(model, tokenizer, args, policy="neo", strategies=strategies) as pipelining:
+        write_timeline(record_timeline(pipelining, prompts, status), folder, "timeline-pipelined")
 
 
 def record_timeline(engine: Engine, prompts: Sequence[Sequence[int]], status: StatusLine) -> Timeline:

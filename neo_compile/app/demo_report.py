@@ -42,6 +42,8 @@ def print_report(
     pairs = zip(runs["neo"], runs["device-only"], strict=True)
     gains = [neo.tokens_per_second / device_only.tokens_per_second for neo, device_only in pairs]
     print(f"neo : device-only = {median(gains):.2f} in tokens/s ({', '.join(f'{gain:.2f}' for gain in gains)})")
+    strategies = ", ".join(f"{count} {name}" for name, count in runs["neo"][-1].strategies.items())
+    print(f"neo's iterations, in the last run: {strategies}")
     outputs = zip(runs["neo"][0].outputs, runs["device-only"][0].outputs, strict=True)
     num_same = sum(neo.token_ids == device_only.token_ids for neo, device_only in outputs)
     print(f"Texts of both policies in {dtype}: {num_same} of {len(prompts)} the same.")
@@ -62,15 +64,15 @@ def _row(policy: str, runs: Sequence[ServedRun]) -> tuple[object, ...]:
     )
 
 
-def write_timeline(timeline: Timeline, folder: Path) -> None:
-    """Draw the most telling iteration of `timeline` into `folder`, write the trace of all, and say where they are."""
+def write_timeline(timeline: Timeline, folder: Path, name: str) -> None:
+    """Draw one iteration of `timeline` as `folder`/`name`.png, write the trace of all, and say where they are."""
     iteration = choose_iteration(timeline)
     if iteration is None:
         print("\nNo iteration had host attention: there is no timeline to draw.")
         return
     events = timeline.of_iteration(iteration)
     folder.mkdir(parents=True, exist_ok=True)
-    picture, trace = folder / "timeline.png", folder / "timeline.json"
+    picture, trace = folder / f"{name}.png", folder / f"{name}.json"
     plot_iteration(events, picture, title=f"neo: {describe(events)}")
     timeline.write_chrome_trace(trace)
     print(f"\nTimeline: {picture.resolve()}\n  {describe(events)}")

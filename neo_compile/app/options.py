@@ -72,7 +72,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def open_engine(model: torch.nn.Module, tokenizer: Any, args: argparse.Namespace, **overrides: Any) -> Engine:
-    """An engine as `args` ask for; `overrides` replace single options (policy="device-only")."""
+    """An engine as `args` ask for; `overrides` replace or add single ones (policy="device-only")."""
     from neo_compile.runtime.device import DeviceConfig
     from neo_compile.runtime.engine import Engine
     from neo_compile.runtime.kv_cache import CacheConfig
@@ -90,6 +90,7 @@ def open_engine(model: torch.nn.Module, tokenizer: Any, args: argparse.Namespace
             policy=options["policy"],
             max_num_seqs=options["max_num_seqs"],
             max_num_batched_tokens=options["max_num_batched_tokens"],
+            strategies=options.get("strategies"),
         ),
         device=DeviceConfig(device_threads=options["device_threads"], host_threads=options["host_threads"]),
         stages=options["stages"],

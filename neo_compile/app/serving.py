@@ -40,6 +40,8 @@ class ServedRun:
     outputs: list[RequestOutput]
     seconds: float
     counters: dict[str, int]
+    strategies: dict[str, int]
+    """Iterations by strategy."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -93,7 +95,10 @@ def serve(
     seconds = time.perf_counter() - start
     after = engine.stats()
     counters = {name: getattr(after, name) - getattr(before, name) for name in COUNTERS}
-    return ServedRun([latest[index] for index in range(len(prompts))], seconds, counters)
+    strategies = {
+        name: count - before.iterations_by_strategy.get(name, 0) for name, count in after.iterations_by_strategy.items()
+    }
+    return ServedRun([latest[index] for index in range(len(prompts))], seconds, counters, strategies)
 
 
 def _run_to_the_end(

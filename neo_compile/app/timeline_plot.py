@@ -32,23 +32,26 @@ def is_pipelined(events: Sequence[TimelineEvent]) -> bool:
 
 
 def choose_iteration(timeline: Timeline) -> int | None:
-    """The iteration to show: the pipelined one with most host attention, else any with most; None if there is none."""
+    """The iteration to show: the one with the largest share of host attention, pipelined if there are such.
 
-    def rank(iteration: int) -> tuple[bool, int]:
+    None if no iteration had host attention.
+    """
+    shares: dict[int, tuple[bool, float]] = {}
+    for iteration in timeline.iterations():
         events = timeline.of_iteration(iteration)
-        return is_pipelined(events), _busy_ns(events, "host attention")
-
-    best = max(timeline.iterations(), key=rank, default=None)
-    return best if best is not None and rank(best)[1] > 0 else None
+        busy_ns = _busy_ns(events, "host attention")
+        if busy_ns:
+            shares[iteration] = (is_pipelined(events), busy_ns / _length_ns(events))
+    return max(shares, key=shares.__getitem__, default=None)
 
 
 def describe(events: Sequence[TimelineEvent]) -> str:
     """One sentence: the iteration's length, what the host computed, and how much of that the device waited for."""
-    total = (max(e.end_ns for e in events) - min(e.start_ns for e in events)) / 1e6
+    total = _length_ns(events) / 1e6
     host, waited = _busy_ns(events, "host attention") / 1e6, _busy_ns(events, "wait") / 1e6
-    kind = "pipelined" if is_pipelined(events) else "sequential"
+    kind = "a pipelined" if is_pipelined(events) else "an unsplit"
     return (
-        f"a {kind} iteration of {total:.1f} ms, with {host:.1f} ms of host attention, "
+        f"{kind} iteration of {total:.1f} ms, with {host:.1f} ms of host attention, "
         f"for which the device waited {waited:.1f} ms"
     )
 
@@ -72,6 +75,10 @@ def plot_iteration(events: Sequence[TimelineEvent], path: str | Path, *, title: 
     zoomed.set_xlabel("ms since the iteration began")
     _add_legend(figure, events)
     figure.savefig(path)
+
+
+def _length_ns(events: Sequence[TimelineEvent]) -> int:
+    return max(e.end_ns for e in events) - min(e.start_ns for e in events)
 
 
 def _busy_ns(events: Sequence[TimelineEvent], category: str) -> int:
