@@ -33,9 +33,9 @@
 #define C2 4
 #define C3 2
 #define C4 2
-#else
-#define TB1 8
-#define TB2 8
+#else  // reading more rows side by side costs bandwidth when they come from memory
+#define TB1 4
+#define TB2 4
 #define TB3 4
 #define TB4 4
 #define C1 4
@@ -70,8 +70,9 @@ struct ChunkRows {
   int32 num_tokens;
 };
 
-static unmasked void locate_chunk(const uniform NeoSpan *uniform span, uniform int begin, uniform ChunkRows *uniform rows) {
-  const uniform int num_tokens = min(CHUNK, span->token_end - begin);
+static unmasked void locate_chunk(const uniform NeoSpan *uniform span, uniform int begin, uniform int chunk,
+                                  uniform ChunkRows *uniform rows) {
+  const uniform int num_tokens = min(chunk, span->token_end - begin);
   uniform int block = begin / span->block_size, row = begin % span->block_size;
   for (uniform int t = 0; t < num_tokens; row = 0, block++) {
     const uniform int end = min(num_tokens, t + span->block_size - row);
@@ -82,7 +83,7 @@ static unmasked void locate_chunk(const uniform NeoSpan *uniform span, uniform i
       rows->v[t] = v;
     }
   }
-  for (uniform int t = num_tokens; t < CHUNK; t++) {
+  for (uniform int t = num_tokens; t < chunk; t++) {
     rows->k[t] = rows->k[num_tokens - 1];
     rows->v[t] = rows->v[num_tokens - 1];
   }
@@ -203,14 +204,16 @@ template <typename T> static unmasked void attend_span(const uniform NeoSpan *un
     span->m[h] = NEG_INF;
   }
 
+  // One query head per KV head is bound by memory, and reads a little quicker in shorter turns; more are bound by arithmetic.
+  const uniform int chunk = group == 1 ? CHUNK / 2 : CHUNK;
   uniform ChunkRows chunks[2];
-  if (span->token_begin < span->token_end) locate_chunk(span, span->token_begin, &chunks[0]);
+  if (span->token_begin < span->token_end) locate_chunk(span, span->token_begin, chunk, &chunks[0]);
   uniform int turn = 0;
-  for (uniform int begin = span->token_begin; begin < span->token_end; begin += CHUNK, turn ^= 1) {
+  for (uniform int begin = span->token_begin; begin < span->token_end; begin += chunk, turn ^= 1) {
     const uniform ChunkRows *uniform rows = &chunks[turn];
     const uniform ChunkRows *uniform next = rows;
-    if (begin + CHUNK < span->token_end) {
-      locate_chunk(span, begin + CHUNK, &chunks[turn ^ 1]);
+    if (begin + chunk < span->token_end) {
+      locate_chunk(span, begin + chunk, chunk, &chunks[turn ^ 1]);
       next = &chunks[turn ^ 1];
     }
     for (uniform int h = 0; h < span->num_kv_heads; h++) {
