@@ -98,6 +98,12 @@ def test_doctor_reports_missing_kernels(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "pip install" in capsys.readouterr().out
 
 
+def test_doctor_reports_impossible_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NEO_ISA", "avx1024")
+    assert cli.main(["doctor"]) == 1
+    assert "unset NEO_ISA" in capsys.readouterr().out
+
+
 def test_ranges() -> None:
     assert doctor.as_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 

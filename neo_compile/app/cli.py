@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from neo_compile import __version__
 from neo_compile.errors import NeoError
 
+logger = logging.getLogger(__name__)
+
 COMMANDS = ("generate", "demo", "explain_command", "doctor")
 
 DESCRIPTION = """\
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="neo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"neo_compile {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done, and errors in full")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in COMMANDS:
         importlib.import_module(f"neo_compile.app.{name}").add_parser(subparsers)
@@ -36,7 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. User errors are one line on standard error and exit code 2; bugs keep their traceback."""
+    """Run one command. Bad options and inputs are one line on standard error (-v: and a traceback) and exit code 2.
+
+    Other errors are bugs and keep their traceback.
+    """
     # Progress bars of weight loading would tear the status line apart.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     args = build_parser().parse_args(argv)
@@ -46,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         exit_code: int = args.run(args)
         sys.stdout.flush()
-    except NeoError as error:
+    except (NeoError, ValueError) as error:
+        logger.info("the error in full", exc_info=True)
         print(f"neo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -163,6 +163,8 @@ def _kernels() -> list[Finding]:
     except ImportError as error:
         hint = "the native module was not built: pip install --no-build-isolation -e . (or make venv)"
         return [Finding("host kernels", f"cannot be loaded: {error}", hint)]
+    except ValueError as error:
+        return [Finding("host kernels", str(error), "unset NEO_ISA, or set it to one that is available")]
     forced = os.environ.get("NEO_ISA")
     why = f"forced by NEO_ISA={forced}" if forced else "the best that runs here"
     built = "ISPC" if _native.has_ispc() else "C++ only, slower; `make ispc` and a rebuild add the ISPC kernels"
