@@ -36,7 +36,8 @@ typedef int32_t IQuad __attribute__((vector_size(16)));
 // Sum by quarters: lane i of the result = lanes i, i + 4, i + 8, ... of x.
 inline Quad fold(Vec x) {
 #if defined(__AVX512F__)
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_maskz_extractf32x8_ps(0xff, x, 1));
+  // maskz: GCC 12 warns about the undefined pass-through of the plain forms
+  const __m256 half = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, x, 0), _mm512_maskz_extractf32x8_ps(0xff, x, 1));
   return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 #elif defined(__AVX2__)
   return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
