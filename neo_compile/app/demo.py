@@ -186,9 +186,8 @@ def draw_timelines(
     write_timeline(timeline, folder, "timeline")
     if any(is_pipelined(timeline.of_iteration(iteration)) for iteration in timeline.iterations()):
         return
-    print("\nNo iteration was worth two sub-batches to the scheduler. The same prompts when it may not choose unsplit:")
-    strategies = (Strategy.DEVICE_ONLY.value, Strategy.PIPELINED.value)
-    with open_engine(model, tokenizer, args, policy="neo", strategies=strategies) as pipelining:
+    print("\nNo iteration was worth two sub-batches to the scheduler. The same prompts when they are its only choice:")
+    with open_engine(model, tokenizer, args, policy="neo", strategies=(Strategy.PIPELINED.value,)) as pipelining:
         write_timeline(record_timeline(pipelining, prompts, status), folder, "timeline-pipelined")
 
 
