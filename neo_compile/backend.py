@@ -86,5 +86,6 @@ def _compile_whole(
     from torch._inductor.compile_fx import compile_fx
 
     patches = torch._inductor.list_mode_options(mode) if mode else {}
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    assert callable(compiled), f"Inductor returned {type(compiled).__name__}"
     return compiled

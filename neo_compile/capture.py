@@ -12,6 +12,7 @@ import logging
 import threading
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,13 @@ from torch._dynamo.source import LocalSource, TensorPropertySource
 
 from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
 from neo_compile.errors import ConfigError, UnsupportedModelError
-from neo_compile.hf_attention import SiteRecord, attention_for_recording, attention_for_tracing, installed_attention
+from neo_compile.hf_attention import (
+    SiteRecord,
+    attention_for_recording,
+    attention_for_tracing,
+    chosen_attention,
+    installed_attention,
+)
 from neo_compile.hf_checks import LogitsCall, check_model, complete_records
 from neo_compile.passes.compile_stages import compile_stages, share_stages
 from neo_compile.passes.pack_linears import num_packed, pack_linears
@@ -232,13 +239,16 @@ def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> Non
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return call(input_ids, positions[None], positions)
 
+    # Some versions of transformers leave softcap or sinks out when they run another implementation.
+    needs_eager = any(site.softcap is not None or site.has_sinks for site in staged.sites)
     windows = [site.window for site in staged.sites if site.window is not None and site.window < 64]
-    error = check_against(
-        staged,
-        reference,
-        vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
-        dtype=parameter.dtype,
-        device=parameter.device,
-        lengths=(5, 8 + max(windows, default=0)),
-    )
+    with chosen_attention(model, "eager") if needs_eager else nullcontext():
+        error = check_against(
+            staged,
+            reference,
+            vocab_size=model.get_input_embeddings().weight.shape[0],  # type: ignore[operator]
+            dtype=parameter.dtype,
+            device=parameter.device,
+            lengths=(5, 8 + max(windows, default=0)),
+        )
     logger.info("captured %d attention sites; logits within %.1e of the model's own", len(staged.sites), error)

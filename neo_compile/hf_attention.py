@@ -116,24 +116,43 @@ def installed_attention(
     model: torch.nn.Module, function: Callable[..., tuple[torch.Tensor, None]]
 ) -> Generator[None, None, None]:
     """While active, `model` computes attention by `function` and builds no masks. Other models are not touched."""
-    from transformers import AttentionInterface, PretrainedConfig
+    from transformers import AttentionInterface
 
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    configs = {key: config for key, config in configs.items() if isinstance(config, PretrainedConfig)}
-    subconfigs = [getattr(c, name, None) for c in configs.values() for name in getattr(c, "sub_configs", {})]
-    configs.update({id(config): config for config in subconfigs if isinstance(config, PretrainedConfig)})
-    saved = [(config, config._attn_implementation_internal) for config in configs.values()]
     mapping = AttentionInterface._global_mapping
     previous = mapping.get(IMPLEMENTATION)
     mapping[IMPLEMENTATION] = function
-    for config in configs.values():
-        config._attn_implementation_internal = IMPLEMENTATION
     try:
-        yield
+        with chosen_attention(model, IMPLEMENTATION):
+            yield
     finally:
-        for config, implementation in saved:
-            config._attn_implementation_internal = implementation
         if previous is None:
             del mapping[IMPLEMENTATION]
         else:
             mapping[IMPLEMENTATION] = previous
+
+
+@contextmanager
+def chosen_attention(model: torch.nn.Module, implementation: str) -> Generator[None, None, None]:
+    """While active, `model` uses the attention implementation of this name."""
+    configs = _configs(model)
+    saved = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = implementation
+    try:
+        yield
+    finally:
+        for config, previous in zip(configs, saved, strict=True):
+            config._attn_implementation_internal = previous
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Every config that a module of `model` reads its attention implementation from."""
+    from transformers import PretrainedConfig
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+            found.update({id(part): part for part in (config, *parts) if isinstance(part, PretrainedConfig)})
+    return list(found.values())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,7 +70,7 @@ def mutated_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[in
     """Which inputs of a stage it changes in place, found by running it on fake tensors."""
     inputs = as_fakes(example_inputs)
     versions = _versions(inputs)
-    with torch.no_grad(), fake_mode_of(inputs):
+    with torch.no_grad(), fake_mode_of(inputs), enable_python_dispatcher():
         gm(*inputs)
     return [index for index, (old, new) in enumerate(zip(versions, _versions(inputs), strict=True)) if old != new]
 
@@ -78,7 +79,7 @@ def is_functional(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a stage mutates no input, and its results share memory with no input and not with each other."""
     inputs = as_fakes(example_inputs)
     versions = _versions(inputs)
-    with torch.no_grad(), fake_mode_of(inputs):
+    with torch.no_grad(), fake_mode_of(inputs), enable_python_dispatcher():
         results = [value for value in gm(*inputs) if isinstance(value, torch.Tensor)]
     if versions != _versions(inputs):
         return False

@@ -26,6 +26,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 _CONFIG_CLASSES = {"Gemma3Text": "Gemma3TextConfig"}
+# Soft caps and sinks are only right in transformers' eager attention.
+_ATTENTION = {"Gemma2": "eager", "GptOss": "eager"}
 _MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
@@ -54,6 +56,7 @@ def tiny_model(
     config_class = getattr(transformers, _CONFIG_CLASSES.get(family, f"{family}Config"))
     config = config_class(**{**common, **FAMILIES.get(family, {}), **overrides})
     torch.manual_seed(seed)
+    attn_implementation = attn_implementation or _ATTENTION.get(family)
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     model_class = getattr(transformers, _MODEL_CLASSES.get(family, f"{family}ForCausalLM"))
     model = model_class._from_config(config, **kwargs) if kwargs else model_class(config)
