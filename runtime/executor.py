@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +58,17 @@ class IterationResult:
     times: IterationTimes
 
 
+class _SiteRows(NamedTuple):
+    """What one site works on, all rows of the sub-batch: the linear stage's q, k, v, and the output."""
+
+    site: AttentionSite
+    q_THD: torch.Tensor
+    k_THD: torch.Tensor
+    v_THD: torch.Tensor
+    sinks: torch.Tensor | None
+    out_THD: torch.Tensor
+
+
 @dataclass(slots=True)
 class _Begun:
     """Attention of one site, begun: the output (device rows are in it), and the host rows' ticket."""
@@ -91,16 +103,16 @@ class SubBatchAttention:
         executor, batch = self._executor, self._batch
         wait_swaps(executor.pending_swaps, executor.device.host_pool)
         out = self._output(site, q_THD)
-        sinks = None if sinks is None else sinks.float()
+        rows = _SiteRows(site, q_THD, k_THD, v_THD, None if sinks is None else sinks.float(), out)
         host_ticket = None
         if batch.host_decodes is not None:
-            host_ticket = self._submit(Tier.HOST, batch.host_decodes, site, q_THD, k_THD, v_THD, sinks, out)
+            host_ticket = self._submit(Tier.HOST, batch.host_decodes, rows)
             self._in_flight = host_ticket
         start_ns = time.perf_counter_ns()
         for chunk in batch.prefills:
-            self._prefill(chunk, site, q_THD, k_THD, v_THD, sinks, out)
+            self._prefill(chunk, rows)
         if batch.device_decodes is not None:
-            ticket = self._submit(Tier.DEVICE, batch.device_decodes, site, q_THD, k_THD, v_THD, sinks, out)
+            ticket = self._submit(Tier.DEVICE, batch.device_decodes, rows)
             executor.device.attention_pool.wait(ticket)
         if batch.prefills or batch.device_decodes is not None:
             end_ns = time.perf_counter_ns()
@@ -139,51 +151,35 @@ class SubBatchAttention:
             self._outputs[key] = torch.empty((q_THD.shape[0], *key), dtype=q_THD.dtype, device=q_THD.device)
         return self._outputs[key]
 
-    def _submit(
-        self,
-        tier: Tier,
-        rows: DecodeRows,
-        site: AttentionSite,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> Ticket:
-        device, cache = self._executor.device, self._executor.caches[tier]
+    def _submit(self, tier: Tier, decodes: DecodeRows, rows: _SiteRows) -> Ticket:
+        """Start the decode attention of one tier's rows; it first appends their K and V to the cache."""
+        device, cache, site = self._executor.device, self._executor.caches[tier], rows.site
         pool = device.attention_pool if tier is Tier.DEVICE else device.host_pool
-        span = slice(rows.row, rows.row + rows.num_requests)
+        span = slice(decodes.row, decodes.row + decodes.num_requests)
         return pool.submit_layer(
-            rows.plans[Geometry.of(site)],
+            decodes.plans[Geometry.of(site)],
             cache.layer(site.index),
-            q_THD[span],
-            out[span],
+            rows.q_THD[span],
+            rows.out_THD[span],
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
-            sinks=sinks,
-            k_new=k_THD[span],
-            v_new=v_THD[span],
+            sinks=rows.sinks,
+            k_new=rows.k_THD[span],
+            v_new=rows.v_THD[span],
         )
 
-    def _prefill(
-        self,
-        chunk: PrefillChunk,
-        site: AttentionSite,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
+    def _prefill(self, chunk: PrefillChunk, rows: _SiteRows) -> None:
+        """Store a chunk's K and V in its tier and compute its attention over the request's context so far."""
+        layer, cache = rows.site.index, self._executor.caches[chunk.tier]
         span = slice(chunk.row, chunk.row + chunk.num_tokens)
-        cache = self._executor.caches[chunk.tier]
-        cache.write(site.index, chunk.slots, k_THD[span], v_THD[span])
+        k_THD, v_THD = rows.k_THD[span], rows.v_THD[span]
+        cache.write(layer, chunk.slots, k_THD, v_THD)
         if chunk.start == 0:
-            k_HSD, v_HSD = k_THD[span].transpose(0, 1), v_THD[span].transpose(0, 1)
+            k_HSD, v_HSD = k_THD.transpose(0, 1), v_THD.transpose(0, 1)
         else:
-            k_HSD, v_HSD = cache.gather(site.index, chunk.block_ids, chunk.start + chunk.num_tokens)
-        out[span] = attend_chunk(site, q_THD[span], k_HSD, v_HSD, sinks)
+            k_HSD, v_HSD = cache.gather(layer, chunk.block_ids, chunk.start + chunk.num_tokens)
+        rows.out_THD[span] = attend_chunk(rows.site, rows.q_THD[span], k_HSD, v_HSD, rows.sinks)
 
     def _record(self, lane: str, what: str, number: int, start_ns: int, end_ns: int) -> None:
         timeline = self._executor.timeline
