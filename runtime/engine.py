@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 import torch
@@ -329,7 +329,7 @@ class Engine:
         tokens = sample_rows(
             result.logits,
             [session.sampler for session in sessions],
-            [lambda request=session.request: request.all_token_ids for session in sessions],
+            [_token_ids_of(session.request) for session in sessions],
         )
         stops: dict[str, FinishReason] = {}
         for session, token in zip(sessions, tokens, strict=True):
@@ -372,6 +372,10 @@ class Engine:
             for session in map(_session_of, sub_batch.host_decodes):
                 stats.num_host_requests += not session.was_on_host
                 session.was_on_host = True
+
+
+def _token_ids_of(request: Request) -> Callable[[], list[int]]:
+    return lambda: request.all_token_ids
 
 
 def _session_of(request: Request) -> Session:

@@ -154,8 +154,8 @@ class KVCache:
             k_len, v_len = block_size * site.head_dim, block_size * site.v_head_dim
             pool = torch.empty((num_blocks, site.num_kv_heads, k_len + v_len), dtype=dtype, device=device)
             self.pools.append(pool)
-            self._k_views.append(pool[..., :k_len].unflatten(-1, (block_size, site.head_dim)))
-            self._v_views.append(pool[..., k_len:].unflatten(-1, (block_size, site.v_head_dim)))
+            self._k_views.append(torch.unflatten(pool[..., :k_len], -1, (block_size, site.head_dim)))
+            self._v_views.append(torch.unflatten(pool[..., k_len:], -1, (block_size, site.v_head_dim)))
             self._layers.append(LayerCache(self._k_views[-1], self._v_views[-1]))
 
     def k(self, layer: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -48,14 +48,15 @@ class ModelInfo:
         devices = {parameter.device.type for parameter in parameters}
         if devices != {"cpu"}:
             raise ConfigError(f"the model is on {', '.join(sorted(devices))}: move it to the CPU with model.to('cpu')")
-        dtype = model.get_input_embeddings().weight.dtype
+        embedding: torch.Tensor = cast(Any, model).get_input_embeddings().weight
+        dtype = embedding.dtype
         if dtype not in CACHE_DTYPES:
             names = ", ".join(str(known) for known in CACHE_DTYPES)
             raise ConfigError(f"the model's dtype is {dtype}, but must be one of {names}: use model.to(dtype)")
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return cls(
             dtype=dtype,
-            vocab_size=model.get_input_embeddings().weight.shape[0],
+            vocab_size=embedding.shape[0],
             max_model_len=int(getattr(text_config, "max_position_embeddings", None) or 2**31 - 1),
             eos_token_ids=_eos_token_ids(model, text_config),
             fingerprint=_fingerprint(model),

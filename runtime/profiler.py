@@ -116,7 +116,7 @@ def _measure_prefill(site: AttentionSite) -> dict[str, list[float]]:
         k = torch.randn(site.num_kv_heads, num_tokens, site.head_dim).to(site.dtype)
         v = torch.randn(site.num_kv_heads, num_tokens, site.v_head_dim).to(site.dtype)
         sinks = torch.zeros(site.num_q_heads) if site.has_sinks else None
-        times.append(_median_ms(lambda q=q, k=k, v=v, s=sinks: attend_chunk(site, q, k, v, s)))  # type: ignore[misc]
+        times.append(_median_ms(lambda q=q, k=k, v=v, s=sinks: attend_chunk(site, q, k, v, s)))
     return {"tokens": list(map(float, PREFILL_TOKENS)), "ms": _increasing(times)}
 
 
@@ -197,7 +197,7 @@ def _median_ms(run: Callable[..., object], setup: Callable[[], object] | None = 
 
 def _increasing(times: list[float]) -> list[float]:
     """Noise must not make more work look cheaper."""
-    return np.maximum.accumulate(np.array(times)).tolist()
+    return [float(time_ms) for time_ms in np.maximum.accumulate(np.array(times))]
 
 
 def _key(executor: Executor, info: ModelInfo) -> dict[str, Any]:
