@@ -109,10 +109,12 @@ def trace_model(model: torch.nn.Module) -> TracedModel:
     with installed_attention(model, attention_for_recording(records)):
         try:
             call(tokens, rows[None], rows)
-        except KeyError as error:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} does not use transformers' AttentionInterface"
-            ) from error
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            name = type(model).__name__
+            reason = f"{name} does not run with another attention function ({type(error).__name__}: {error})"
+            raise UnsupportedModelError(reason) from error
     records = complete_records(model, records)
     with installed_attention(model, attention_for_tracing):
         gm, example_inputs = _trace(call, device)
@@ -163,7 +165,7 @@ def _trace(call: LogitsCall, device: torch.device) -> tuple[fx.GraphModule, list
             compiled(tokens, positions, rows)
     except _TracedError:
         pass
-    except torch._dynamo.exc.Unsupported as error:
+    except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModelError(f"torch.compile cannot capture the model in one graph: {reason}") from error
     (graph,) = found

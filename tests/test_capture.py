@@ -97,6 +97,9 @@ def test_dtype_converts_a_copy() -> None:
     [
         ("Bloom", {"n_layer": 2, "n_head": 4}, "position_ids"),
         ("Mamba", {}, "linear_attention"),
+        ("Falcon", {}, "another attention function"),
+        ("Bart", {"decoder_layers": 2, "encoder_layers": 2, "d_model": 64}, "position_ids"),
+        ("Phimoe", {"sliding_window": 6, "num_local_experts": 4}, "differs from the model's own forward"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
