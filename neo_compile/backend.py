@@ -19,7 +19,7 @@ from neo_compile.config import CompileOptions, check_mode
 from neo_compile.passes.canonicalize import canonicalize
 from neo_compile.passes.compile_stages import compile_stages, share_stages
 from neo_compile.passes.find_attention import Findings, find_attention
-from neo_compile.passes.pack_linears import pack_linears
+from neo_compile.passes.pack_linears import num_packed, pack_linears
 from neo_compile.passes.replace_attention import replace_attention
 from neo_compile.passes.runner import run_passes
 from neo_compile.passes.split_stages import build_program, split_stages
@@ -52,6 +52,8 @@ def neo(
     reasons = [findings.why_none()] if not findings.matches else verify(gm.graph)
     if reasons:
         return _compile_whole(gm, example_inputs, mode, checked, reasons[0])
+    if checked.packed_linear is True and not num_packed(gm.graph):
+        warnings.warn("packed_linear=True, but oneDNN can pack no linear of this graph", UserWarning, stacklevel=2)
     split = split_stages(gm)
     keys = share_stages(split)
     functions = compile_stages(split, keys, stages=checked.stages)

@@ -170,6 +170,8 @@ def test_packed_linear_is_used_when_asked_for() -> None:
     model, x = Block(), torch.randn(1, 6, 32)
     compiled = torch.compile(model, backend="neo", options={**EAGER, "packed_linear": True})
     torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+    with pytest.warns(UserWarning, match="can pack no linear"):
+        torch.compile(Block().double(), backend="neo", options={**EAGER, "packed_linear": True})(x.double())
 
 
 FRESH = """

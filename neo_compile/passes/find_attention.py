@@ -98,7 +98,7 @@ def module_of(node: fx.Node) -> str:
     if not stack:
         return ""
     name = str(list(stack.values())[-1][0])
-    return re.sub(r"^(.*cell_contents\.|args\[0\]\.|L\['self'\]\.|self\.)", "", name)
+    return re.sub(r"^(.*\.cell_contents|L\['\w+'\](\[\d+\])?)\.", "", name)
 
 
 def _match_sdpa(node: fx.Node) -> AttentionMatch:

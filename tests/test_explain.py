@@ -1,0 +1,59 @@
+"""explain: what would be cut, shared and refused, in a report that reads as text."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from neo_compile.explain import explain
+from tests.helpers.models import tiny_model
+
+
+def test_capture_report() -> None:
+    model = tiny_model("Gemma2", num_layers=4).train()
+    report = explain(model)
+    assert model.training
+    assert report.kind == "runtime capture"
+    (region,) = report.regions
+    assert [site.window for site in region.sites] == [6, None, 6, None]
+    assert region.modules == tuple(f"model.layers.{layer}.self_attn" for layer in range(4))
+    assert region.stage_keys == (0, 1, 1, 1, 2)
+    text = str(report)
+    for part in (
+        "Gemma2ForCausalLM: runtime capture, 1 graph, 4 sites",
+        "5 linear stages, 3 to compile",
+        "4 / 2 heads of 16, scale 0.25, window 6, softcap 5, float32  model.layers.0.self_attn",
+    ):
+        assert part in text
+
+
+def test_refused_model() -> None:
+    report = explain(tiny_model("Bloom", n_layer=2, n_head=4))
+    assert report.reason is not None
+    assert report.num_sites == 0
+    assert "refused: BloomForCausalLM.forward takes no position_ids" in str(report)
+
+
+def test_call_report() -> None:
+    report = explain(tiny_model("Llama"), input_ids=torch.arange(9)[None])
+    assert report.kind == "torch.compile"
+    assert report.num_sites == 2
+    assert report.regions[0].reason is None
+    assert "site   1  4 / 2 heads of 16, scale 0.25, no window, float32  model.layers.1.self_attn" in str(report)
+
+
+def test_graph_left_whole() -> None:
+    report = explain(torch.nn.Linear(3, 3), torch.ones(1, 3))
+    assert "left whole: no attention found in the graph" in str(report)
+
+
+def test_refused_attention() -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x, x) + F.scaled_dot_product_attention(x[0], x[0], x[0])
+
+    report = explain(Attention(), torch.randn(1, 2, 3, 4))
+    (region,) = report.regions
+    assert len(region.sites) == 1
+    assert len(region.refusals) == 1
+    assert "not a site: " in str(report)
