@@ -112,7 +112,8 @@ def test_single_prompt_is_streamed(tiny_folder: str, capsys: pytest.CaptureFixtu
     arguments = ["generate", "Once upon a time", "--model", tiny_folder, "--raw", "--max-tokens", "12", *ENGINE]
     assert cli.main(arguments) == 0
     first = capsys.readouterr()
-    assert "12 tokens" in first.err
+    assert "12 tokens in" in first.err
+    assert "0/1 answers" not in first.err
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out == first.out
 

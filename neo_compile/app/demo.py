@@ -106,15 +106,17 @@ def check_texts(prompts: Sequence[str], args: argparse.Namespace, status: Status
     model, tokenizer = load_model(args.model, parse_dtype("float32"))
     token_ids = [encode_chat(tokenizer, prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=args.check_tokens, temperature=0.0)
+    verified: list[list[int]] = [[] for _ in prompts]
     is_same = True
     for policy in POLICIES:
         with _open_engine(policy, model, tokenizer, args, status) as engine:
             served = serve(engine, token_ids, params, on_progress=partial(status.update_from, label=f"{policy}: "))
         status.announce("comparing with Hugging Face")
-        num_same = sum(
-            is_greedy_continuation(model, ids, output.token_ids)
-            for ids, output in zip(token_ids, served.outputs, strict=True)
-        )
+        num_same = 0
+        for index, output in enumerate(served.outputs):
+            if output.token_ids == verified[index] or is_greedy_continuation(model, token_ids[index], output.token_ids):
+                verified[index] = output.token_ids
+                num_same += 1
         is_same &= num_same == len(prompts)
         status.clear()
         print(

@@ -57,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         status.announce("preparing the engine (the first time, compiling takes half a minute)")
         with open_engine(model, tokenizer, args) as engine:
             printer = _AnswerPrinter(prompts, status)
-            served = serve(engine, token_ids, params, on_output=printer.take, on_progress=status.update_from)
+            # A streamed answer shows by itself how far it is, and a status line would overwrite it.
+            on_progress = status.update_from if len(prompts) > 1 else None
+            served = serve(engine, token_ids, params, on_output=printer.take, on_progress=on_progress)
             status.clear()
             print(_summary(served), file=sys.stderr)
     return 0
