@@ -92,6 +92,8 @@ def load_model(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2_folder()) if name == SMOLLM2 else name
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ModelNotFoundError(f"no model folder {name!r}: give a Hugging Face folder, or {SMOLLM2!r}")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
