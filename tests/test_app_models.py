@@ -67,7 +67,7 @@ def test_failed_conversion_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'int4'.*bfloat16"):
         models.parse_dtype("int4")
-    with pytest.raises(models.ModelNotFoundError, match="no model folder .*no_such_model"):
+    with pytest.raises(models.ModelNotFoundError, match=r"no model folder .*no_such_model"):
         models.load_model(str(tmp_path / "no_such_model"))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(models.ModelNotFoundError, match="cannot load"):
