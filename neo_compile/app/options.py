@@ -88,6 +88,7 @@ def open_engine(model: torch.nn.Module, tokenizer: Any, args: argparse.Namespace
         ),
         scheduler=SchedulerConfig(
             policy=options["policy"],
+            full_cache=options.get("full_cache", "swap"),
             max_num_seqs=options["max_num_seqs"],
             max_num_batched_tokens=options["max_num_batched_tokens"],
             strategies=options.get("strategies"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neo_compile.runtime.outputs import RequestOutput
+from neo_compile.runtime.prompts import as_params_list
 from neo_compile.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class ServedRun:
 def serve(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     *,
     on_output: Callable[[int, RequestOutput], None] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -74,7 +75,7 @@ def serve(
     """Serve all `prompts` (token ids) at once.
 
     Args:
-        params: the same for all; `n` must be 1.
+        params: the same for all, or one each; `n` must be 1.
         on_output: called with the prompt's index and its cumulative output, whenever it changed.
         on_progress: called after every iteration.
 
@@ -85,8 +86,8 @@ def serve(
     start = time.perf_counter()
     index_of: dict[str, int] = {}
     try:
-        for index, prompt in enumerate(prompts):
-            index_of[engine.add_request(list(prompt), params)] = index
+        for index, (prompt, own_params) in enumerate(zip(prompts, as_params_list(params, len(prompts)), strict=True)):
+            index_of[engine.add_request(list(prompt), own_params)] = index
         latest = _run_to_the_end(engine, index_of, start, on_output, on_progress)
     except BaseException:
         for request_id in index_of:
