@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from neo_compile import _native
 from neo_compile.app.bench.bandwidth import last_level_cache_bytes
 from neo_compile.app.bench.cases import KernelCase
+from neo_compile.app.bench.machine import machine_facts
 from neo_compile.app.bench.peers import UnavailableError, resolve_kernels
 from neo_compile.app.bench.session import KernelBench, Row
 from neo_compile.app.tables import format_table
@@ -29,7 +27,7 @@ def print_report(bench: KernelBench) -> None:
         print(f"{name}: not measured{where}: {reason}")
     machine = describe_machine(bench)
     rate = f"sequential read {bench.bandwidth.gbps:.1f} GB/s, the best pass of this run (100 %)"
-    print(f"\n{machine['cpu']}, {machine['threads']} threads; {rate}")
+    print(f"\n{machine['cpu']}, {machine['threads']} thread(s); {rate}")
     arena, cache = bench.settings.arena_bytes // 2**20, machine["last_level_cache_bytes"] // 2**20
     print(f"KV is cold: calls walk over at least {arena} MiB, the last-level cache has {cache}")
     load = machine["load_average"]
@@ -53,15 +51,12 @@ def _grouped_reasons(bench: KernelBench) -> list[tuple[str, str, list[KernelCase
 def describe_machine(bench: KernelBench) -> dict[str, Any]:
     """Where the figures come from."""
     return {
-        "cpu": _cpu_name(),
-        "usable_cpus": len(_native.usable_cpus()),
+        **machine_facts(PACKAGES),
         "threads": bench.settings.threads,
         "bandwidth_gbps": round(bench.bandwidth.gbps, 2),
         "last_level_cache_bytes": last_level_cache_bytes(),
         "kernels": _picked_kernels(),
         "load_average": bench.load_average,
-        "python": platform.python_version(),
-        "versions": _versions(),
     }
 
 
@@ -91,21 +86,3 @@ def _picked_kernels() -> dict[str, str]:
         except UnavailableError:
             continue  # the report says so where it was asked for
     return picked
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
