@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -138,6 +139,8 @@ class Engine:
             if output_id in self._sessions:
                 raise ConfigError(f"request id {output_id!r} is in use: choose another, or none")
             sessions = [self._session(output_id, index, token_ids, params) for index in range(params.n)]
+            if any(self._scheduler.queues.find(session.request.request_id) for session in sessions):
+                raise ConfigError(f"request id {output_id!r} is in use (ID#INDEX names an output): choose another")
             for session in sessions:  # all fit or none does: they have the same length
                 self._scheduler.add(session.request)
             self._sessions[output_id] = sessions
@@ -186,7 +189,9 @@ class Engine:
         with self._lock:
             request_id = self.add_request(prompt, params)
             self._outbox.claim(request_id)
-        return self._stream(request_id, params.n)
+        stream = self._stream(request_id, params.n)
+        next(stream)  # starts it: only a started generator's `finally` runs when it is dropped
+        return stream
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks; False if it is unknown or already finished.
@@ -200,6 +205,11 @@ class Engine:
                 self._scheduler.abort(session.request.request_id)
             self._collect(running)
             return bool(running)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._info.vocab_size
 
     @property
     def has_unfinished(self) -> bool:
@@ -279,14 +289,15 @@ class Engine:
                 request_id = self.add_request(prompt, params)
             except (ConfigError, CapacityError) as error:
                 request_id = self._new_id()
-                token_ids = [] if isinstance(prompt, str) else prompt
+                token_ids = prompt if isinstance(prompt, (list, tuple)) else []
                 finished[request_id, 0] = failed_output(request_id, token_ids, str(error))
                 return [(request_id, 0)]
             self._outbox.claim(request_id)
             return [(request_id, index) for index in range(params.n)]
 
-    def _stream(self, request_id: str, num_open: int) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str, num_open: int) -> Iterator[Any]:
         try:
+            yield None  # `stream` takes it
             while num_open:
                 with self._lock:
                     self._check_open()
@@ -312,14 +323,26 @@ class Engine:
         """Run one iteration, if there is anything to do, and put what changed into the outbox."""
         if not self._scheduler.has_unfinished:
             return
-        with self._device.launching(), torch.no_grad():
-            plan = self._scheduler.schedule()
-            result = self._executor.execute(plan)
-            changed, stops = self._append_tokens(result)
-            times = result.times
-            self._scheduler.complete(plan, stops, measured_ms=times.total_ms, measured_parts=times.parts())
+        try:
+            with self._device.launching(), torch.no_grad():
+                plan = self._scheduler.schedule()
+                result = self._executor.execute(plan)
+                changed, stops = self._append_tokens(result)
+                times = result.times
+                self._scheduler.complete(plan, stops, measured_ms=times.total_ms, measured_parts=times.parts())
+        except BaseException as error:  # Ctrl-C too: cache and books may disagree about every request under way
+            self._end_running(f"an iteration failed: {error!r}")
+            raise
         self._count(plan, result)
         self._collect([*changed, *map(_session_of, plan.finished)])
+
+    def _end_running(self, error: str) -> None:
+        """End all requests that hold KV with `error`, and hand over those that ended in a failed iteration."""
+        for request in self._scheduler.queues.list_running():
+            _session_of(request).error = error
+            self._scheduler.abort(request.request_id, "error")
+        sessions = [session for siblings in self._sessions.values() for session in siblings]
+        self._collect([s for s in sessions if s.request.is_finished and s.finish_time is None])
 
     def _append_tokens(self, result: IterationResult) -> tuple[list[Session], dict[str, FinishReason]]:
         """Sample for every request of `result`; the sessions that changed, and why some of them end."""
@@ -336,10 +359,11 @@ class Engine:
             reason: FinishReason | None
             if isinstance(token, Exception):
                 session.error = f"sampling failed: {token}"
-                logger.warning("request %s ends: %s", session.output_id, session.error)
                 reason = "error"
             else:
                 reason = session.append(token)
+            if reason == "error":
+                logger.warning("request %s ends: %s", session.output_id, session.error)
             if reason is not None:
                 stops[session.request.request_id] = reason
         return sessions, stops

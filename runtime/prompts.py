@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 from neo_compile.errors import CapacityError, ConfigError
 from neo_compile.runtime.detokenizer import Tokenizer
@@ -16,14 +19,21 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, info: ModelInfo) ->
     """Token ids of a prompt.
 
     Raises:
-        ConfigError: empty, a token id outside the vocabulary, or a string without a tokenizer.
+        ConfigError: empty, no list of integers, a token id outside the vocabulary, a string without a tokenizer, or
+            one that the tokenizer refuses.
         CapacityError: no room for a single output token in the model's context.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ConfigError("a string prompt needs a tokenizer: pass Engine(tokenizer=...) or token ids")
-        prompt = tokenizer.encode(prompt)
-    token_ids = [int(token_id) for token_id in prompt]
+        try:
+            prompt = tokenizer.encode(prompt)
+        except Exception as error:  # the caller's tokenizer may raise anything
+            raise ConfigError(f"the tokenizer cannot encode the prompt: {error!r}") from error
+    try:
+        token_ids = [operator.index(token_id) for token_id in _plain(prompt)]
+    except TypeError as error:
+        raise ConfigError(f"a prompt must be a string or a list of token ids (integers): {error}") from error
     if not token_ids:
         raise ConfigError("the prompt is empty: at least one token is needed")
     for token_id in (min(token_ids), max(token_ids)):
@@ -37,15 +47,22 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, info: ModelInfo) ->
     return token_ids
 
 
+def _plain(values: Any) -> Any:
+    """Arrays and tensors as lists of Python numbers; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a single one (a string, or a list of ids) becomes a list of itself."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
+        raise ConfigError(f"prompts must be a string, token ids, or a list of these, not {type(prompts).__name__}")
     single: list[int] = []
     several: list[Prompt] = []
-    for item in prompts:
-        if isinstance(item, int):
-            single.append(item)
+    for item in _plain(prompts):
+        if isinstance(item, Integral):
+            single.append(int(item))
         else:
             several.append(item)
     if single and several:

@@ -83,15 +83,14 @@ def sample_rows(
         if has_nan[row]:
             results.append(ArithmeticError("the model's logits contain NaN"))
             continue
-        if sampler.params.is_greedy:
-            token_id = greedy_ids[row]
+        try:
+            is_greedy = sampler.params.is_greedy
+            token_id = greedy_ids[row] if is_greedy else sampler.sample(logits_RV[row], token_ids[row]())
+            logprobs = _logprobs(logits_RV[row], token_id, sampler.params.logprobs)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            results.append(error)
         else:
-            try:
-                token_id = sampler.sample(logits_RV[row], token_ids[row]())
-            except (RuntimeError, ValueError) as error:
-                results.append(error)
-                continue
-        results.append(SampledToken(token_id, _logprobs(logits_RV[row], token_id, sampler.params.logprobs)))
+            results.append(SampledToken(token_id, logprobs))
     return results
 
 
@@ -99,7 +98,7 @@ def _logprobs(logits_V: torch.Tensor, token_id: int, num_logprobs: int | None) -
     if num_logprobs is None:
         return None
     logprobs = torch.log_softmax(logits_V.float(), dim=-1)
-    top = torch.topk(logprobs, num_logprobs) if num_logprobs else None
+    top = torch.topk(logprobs, min(num_logprobs, len(logprobs))) if num_logprobs else None
     result = {} if top is None else dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     result[token_id] = float(logprobs[token_id])
     return result

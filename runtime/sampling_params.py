@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from neo_compile.errors import ConfigError
 
@@ -43,15 +44,28 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_types()
         self._check("max_tokens", self.max_tokens >= 1, "at least 1")
-        self._check("temperature", self.temperature >= 0, "0 (greedy) or positive")
+        self._check("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0 (greedy) or at least 1e-6")
         self._check("top_k", self.top_k >= -1, "-1 or 0 (all tokens) or positive")
         self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._check("repetition_penalty", self.repetition_penalty > 0, "positive")
         self._check("n", self.n >= 1, "at least 1")
+        self._check("seed", self.seed is None or -(2**63) <= self.seed <= 2**63 - self.n, "within 64 bits")
         self._check("logprobs", self.logprobs is None or self.logprobs >= 0, "None or not negative")
         self._check("stop", all(self.stop), "free of empty strings")
+
+    def _check_types(self) -> None:
+        """A wrong type would only fail while other requests are served."""
+        for name in ("max_tokens", "top_k", "n"):
+            self._check(name, _is_int(getattr(self, name)), "an integer")
+        for name in ("seed", "logprobs"):
+            self._check(name, getattr(self, name) is None or _is_int(getattr(self, name)), "None or an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            self._check(name, isinstance(getattr(self, name), Real), "a number")
+        self._check("stop", all(isinstance(text, str) for text in self.stop), "a string or strings")
+        self._check("stop_token_ids", all(map(_is_int, self.stop_token_ids)), "integers")
 
     def _check(self, name: str, is_valid: bool, rule: str) -> None:
         if not is_valid:
@@ -61,3 +75,7 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1.0
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

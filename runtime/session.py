@@ -50,18 +50,24 @@ class Session:
             self.first_token_time = time.perf_counter()
         if self._logprobs is not None:
             self._logprobs.append(token.logprobs or {})
-        is_stop_token = token.token_id in self._stop_token_ids
-        if self._detokenizer is not None and not is_stop_token and self._detokenizer.append(token.token_id):
+        if token.token_id in self._stop_token_ids:
             return "stop"
-        if is_stop_token:
-            return "stop"
+        try:
+            if self._detokenizer is not None and self._detokenizer.append(token.token_id):
+                return "stop"
+        except Exception as error:  # the caller's tokenizer may raise anything; others' requests go on
+            self.error = f"the tokenizer failed: {error!r}"
+            return "error"
         return "length" if len(request.output_token_ids) >= request.max_tokens else None
 
     def finish(self) -> None:
         """Note the end's time and complete the text."""
         self.finish_time = time.perf_counter()
-        if self._detokenizer is not None and self.request.finish_reason != "stop":
-            self._detokenizer.finish()
+        if self._detokenizer is not None and self.request.finish_reason not in ("stop", "error"):
+            try:
+                self._detokenizer.finish()
+            except Exception as error:
+                self.error = f"the tokenizer failed: {error!r}"
 
     def output(self) -> RequestOutput:
         """The output so far."""

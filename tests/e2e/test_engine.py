@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,6 +56,13 @@ def test_leaving_a_stream_aborts_its_request(engine):
     stream = engine.stream([1, 2, 3], greedy(200))
     next(stream)
     stream.close()
+    assert not engine.has_unfinished
+    assert_all_blocks_free(engine)
+
+
+def test_dropping_a_stream_that_was_never_read_aborts_its_request(engine):
+    stream = engine.stream([1, 2, 3], greedy(200))
+    del stream
     assert not engine.has_unfinished
     assert_all_blocks_free(engine)
 
@@ -184,6 +192,56 @@ def test_a_failing_request_fails_alone(model, engine, monkeypatch):
     assert_all_blocks_free(engine)
 
 
+def test_a_tokenizer_that_raises_ends_its_request_only(model):
+    class Fragile(LetterTokenizer):
+        def decode(self, token_ids, *, skip_special_tokens=True):
+            if fatal in token_ids:
+                raise KeyError("no such token")
+            return super().decode(token_ids)
+
+    first, second = (hf_greedy(model, prompt, 6) for prompt in ([1, 2], [3, 4]))
+    fatal = next(token for token in first[2:] if token not in second)
+    with make_engine(model, tokenizer=Fragile()) as engine:
+        bad, good = engine.generate([[1, 2], [3, 4]], greedy(6))
+        assert_all_blocks_free(engine)
+    assert bad.finish_reason == "error"
+    assert "no such token" in bad.error
+    assert good.token_ids == second
+
+
+def test_more_logprobs_than_tokens_exist(engine):
+    output = engine.generate([1, 2], greedy(1, logprobs=10 * VOCAB_SIZE))[0]
+    assert len(output.logprobs[0]) == VOCAB_SIZE
+
+
+def test_an_iteration_that_fails_ends_what_runs_and_no_more(model, monkeypatch):
+    """After an exception cache and books may disagree: what was under way ends, what waits is served."""
+    with make_engine(model, max_num_seqs=2) as engine:
+        ids = [engine.add_request([token, 5], greedy(6)) for token in range(1, 5)]
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_append_tokens", lambda result: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        outputs = {}
+        while engine.has_unfinished:
+            outputs |= {output.request_id: output for output in engine.step()}
+        assert_all_blocks_free(engine)
+    assert [outputs[i].finish_reason for i in ids] == ["error", "error", "length", "length"]
+    assert "ZeroDivisionError" in outputs[ids[0]].error
+    assert outputs[ids[3]].token_ids == hf_greedy(model, [4, 5], 6)
+
+
+def test_model_whose_dtype_changed_is_captured_again():
+    model = tiny_llama(num_layers=1)
+    with make_engine(model) as engine:
+        engine.generate([1, 2, 3], greedy(2))
+    model.to(torch.bfloat16)  # in place: the parameter objects stay the same
+    with make_engine(model) as engine:
+        output = engine.generate([1, 2, 3], greedy(1))[0]
+    assert output.token_ids == hf_greedy(model, [1, 2, 3], 1)
+
+
 # -- bad input: the value, the limit, the knob; and the engine goes on
 
 
@@ -204,12 +262,43 @@ def test_prompt_longer_than_the_context(engine):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "empty"), ([1, VOCAB_SIZE], f"{VOCAB_SIZE}"), ([-1], "-1")],
+    [
+        ([], "empty"),
+        ([1, VOCAB_SIZE], f"{VOCAB_SIZE}"),
+        ([-1], "-1"),
+        ([1.5, 2.0], "integers"),
+        (None, "integers"),
+        ({"input_ids": [1]}, "integers"),
+        (5, "integers"),
+    ],
 )
 def test_unusable_prompts(engine, prompt, message):
     with pytest.raises(ConfigError, match=message):
         engine.add_request(prompt)
     assert engine.generate([1, 2], greedy(2))[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("as_ids", [torch.tensor, np.array, tuple, lambda ids: [np.int64(i) for i in ids]])
+def test_token_ids_of_other_types(model, engine, as_ids):
+    expected = hf_greedy(model, [4, 5, 6], 3)
+    assert [output.token_ids for output in engine.generate(as_ids([4, 5, 6]), greedy(3))] == [expected]
+    assert engine.generate([as_ids([4, 5, 6])], greedy(3))[0].token_ids == expected
+
+
+def test_prompts_that_cannot_be_encoded_are_refused_alone(engine, monkeypatch):
+    monkeypatch.setattr(LetterTokenizer, "encode", lambda self, text: [text.index("a")])
+    bad, good = engine.generate(["zzz", "za"], greedy(2))
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert "substring" in bad.error
+    with pytest.raises(ConfigError, match="dict"):
+        engine.generate({"input_ids": [1, 2]})
+
+
+def test_request_id_that_clashes_with_an_output_leaves_nothing_behind(engine):
+    engine.add_request([1, 2], greedy(3), request_id="a#1")
+    with pytest.raises(ConfigError, match="'a'"):
+        engine.add_request([1, 2], greedy(3, n=2), request_id="a")
+    assert set(run_to_end(engine)) == {"a#1"}
 
 
 def test_request_id_in_use(engine):
@@ -235,6 +324,12 @@ def test_request_id_in_use(engine):
         (lambda: SamplingParams(temperature=-1), "temperature"),
         (lambda: SamplingParams(top_p=0), "top_p"),
         (lambda: SamplingParams(max_tokens=0), "max_tokens"),
+        (lambda: SamplingParams(max_tokens=2.5), "max_tokens"),
+        (lambda: SamplingParams(temperature=1e-40), "temperature"),
+        (lambda: SamplingParams(temperature="hot"), "temperature"),
+        (lambda: SamplingParams(seed=2**70), "seed"),
+        (lambda: SamplingParams(logprobs=True), "logprobs"),
+        (lambda: SamplingParams(stop_token_ids=["a"]), "stop_token_ids"),
     ],
 )
 def test_bad_options_name_the_value_and_the_valid_ones(make, message):
