@@ -129,8 +129,10 @@ def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int
 
 
 def check_out(out: Tensor, inputs: dict[str, Tensor]) -> None:
-    """Refuses an `out` that overlaps itself (an expanded tensor) or an input."""
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+    """Refuses an `out` that overlaps itself (expanded, or with interleaved strides) or an input."""
+    dims = sorted((stride, size) for stride, size in zip(out.stride(), out.shape, strict=True) if size > 1)
+    spans = [0, *((size - 1) * stride for stride, size in dims)]
+    if any(stride <= sum(spans[: i + 1]) for i, (stride, _) in enumerate(dims)):
         raise ValueError(f"out overlaps itself: strides {out.stride()} for shape {tuple(out.shape)}")
     begin, end = _byte_range(out)
     for name, x in inputs.items():

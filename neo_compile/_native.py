@@ -39,7 +39,7 @@ def resolve_isa(name: str) -> str:
     """The kernel set meant by a full name or an instruction set alone; ValueError lists what is available."""
     available = available_isas()
     for candidate in available:
-        if name in (candidate, candidate.partition("-")[2]):
+        if name and name in (candidate, candidate.partition("-")[2]):
             return candidate
     known = name in built_isas() or any(name == built.partition("-")[2] for built in built_isas())
     reason = "this CPU does not run it" if known else "this build has no such kernels"

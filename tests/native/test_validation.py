@@ -55,6 +55,7 @@ BAD = {
     "sinks dtype": ({"sinks": torch.zeros(4).half()}, "sinks must be contiguous float32"),
     "out shape": ({"out": torch.zeros(2, 4, 9)}, r"out has shape \(2, 4, 9\)"),
     "out expanded": ({"out": torch.zeros(1, 4, 8).expand(2, 4, 8)}, "out overlaps itself"),
+    "out interleaved": ({"out": torch.zeros(60).as_strided((2, 4, 8), (1, 8, 1))}, "out overlaps itself"),
     "out dtype": ({"out": torch.zeros(2, 4, 8, dtype=torch.int32)}, "out is torch.int32"),
     "no threads": ({"num_threads": 0}, "num_threads = 0"),
 }
@@ -71,6 +72,17 @@ def test_out_overlapping_an_input() -> None:
     q, out = buffer[:64].view(2, 4, 8), buffer[60:124].view(2, 4, 8)
     with pytest.raises(ValueError, match="out overlaps q"):
         decode(q_BHD=q, out=out)
+
+
+def test_out_may_be_permuted() -> None:
+    args = {"q_BHD": torch.randn(2, 4, 8), "k_cache": torch.randn(6, 2, 4, 8), "v_cache": torch.randn(6, 2, 4, 8)}
+    out = torch.empty(4, 2, 16)[..., 3:11].transpose(0, 1)
+    torch.testing.assert_close(decode(**args, out=out), decode(**args))
+
+
+def test_no_isa_is_named_by_an_empty_string() -> None:
+    with pytest.raises(ValueError, match="NEO_ISA / isa ''"):
+        WorkerPool(1, isa="")
 
 
 def test_blocks_before_a_window_may_be_gone() -> None:
