@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from neo_compile.runtime.outputs import RequestOutput
-from neo_compile.runtime.prompts import as_params_list
 from neo_compile.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ def serve(
     Raises:
         CapacityError, ConfigError: a prompt was refused; nothing is left in the engine.
     """
+    from neo_compile.runtime.prompts import as_params_list  # loads torch, which `neo --help` does not wait for
+
     before = engine.stats()
     start = time.perf_counter()
     index_of: dict[str, int] = {}
