@@ -31,8 +31,7 @@ from neo_compile.runtime.executor import Executor, IterationResult
 from neo_compile.runtime.kv_cache import CacheConfig, KVCache
 from neo_compile.runtime.model_info import ModelInfo
 from neo_compile.runtime.outbox import Outbox
-from neo_compile.runtime.outputs import EngineStats, RequestOutput
-from neo_compile.runtime.plan import IterationPlan
+from neo_compile.runtime.outputs import RequestOutput
 from neo_compile.runtime.profiler import load_or_measure_costs
 from neo_compile.runtime.prompts import Prompt, as_params_list, as_prompt_list, read_prompt
 from neo_compile.runtime.request import FinishReason, Request, Tier
@@ -41,6 +40,7 @@ from neo_compile.runtime.sampling_params import SamplingParams
 from neo_compile.runtime.scheduler import Scheduler
 from neo_compile.runtime.scheduler_config import SchedulerConfig
 from neo_compile.runtime.session import Session, failed_output
+from neo_compile.runtime.stats import EngineStats
 from neo_compile.runtime.tier_sizes import tier_sizes
 from neo_compile.runtime.timeline import Timeline
 
@@ -333,7 +333,7 @@ class Engine:
         except BaseException as error:  # Ctrl-C too: cache and books may disagree about every request under way
             self._end_running(f"an iteration failed: {error!r}")
             raise
-        self._count(plan, result)
+        self._stats.count(plan, result.times, num_outputs=len(result.requests))
         self._collect([*changed, *map(_session_of, plan.finished)])
 
     def _end_running(self, error: str) -> None:
@@ -377,25 +377,6 @@ class Engine:
                 if all(sibling.request.is_finished for sibling in self._sessions.get(session.output_id, ())):
                     self._sessions.pop(session.output_id, None)
             self._outbox.put(session.output())
-
-    def _count(self, plan: IterationPlan, result: IterationResult) -> None:
-        stats, times = self._stats, result.times
-        stats.num_iterations += 1
-        name = plan.strategy.value
-        stats.iterations_by_strategy[name] = stats.iterations_by_strategy.get(name, 0) + 1
-        stats.num_swap_outs += len(plan.swap_outs)
-        stats.num_swap_ins += len(plan.swap_ins)
-        stats.num_preemptions += len(plan.preempted)
-        stats.num_output_tokens += len(result.requests)
-        stats.busy_s += times.total_ms / 1e3
-        stats.host_attention_s += sum(times.host_attention_ms) / 1e3
-        stats.wait_s += times.wait_ms / 1e3
-        for sub_batch in plan.sub_batches:
-            stats.num_prompt_tokens += sum(prefill.num_tokens for prefill in sub_batch.prefills)
-            stats.num_host_decode_tokens += len(sub_batch.host_decodes)
-            for session in map(_session_of, sub_batch.host_decodes):
-                stats.num_host_requests += not session.was_on_host
-                session.was_on_host = True
 
 
 def _token_ids_of(request: Request) -> Callable[[], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from neo_compile.runtime.request import FinishReason
 
@@ -45,32 +45,3 @@ class RequestOutput:
     def is_finished(self) -> bool:
         """Whether this is the request's last output."""
         return self.finish_reason is not None
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the engine was made, and its effective configuration."""
-
-    num_iterations: int = 0
-    iterations_by_strategy: dict[str, int] = field(default_factory=dict)
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_swap_outs: int = 0
-    num_swap_ins: int = 0
-    num_preemptions: int = 0
-    num_host_requests: int = 0
-    """Requests that had at least one decode token served from the host cache."""
-    num_host_decode_tokens: int = 0
-    busy_s: float = 0.0
-    host_attention_s: float = 0.0
-    wait_s: float = 0.0
-    device_blocks: int = 0
-    host_blocks: int = 0
-    block_size: int = 0
-    bytes_per_block: int = 0
-    device_threads: int = 0
-    host_threads: int = 0
-    policy: str = ""
-    num_stages: int = 0
-    num_artifacts: int = 0

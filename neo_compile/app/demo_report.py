@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from neo_compile.app.serving import ServedRun
 from neo_compile.app.tables import format_table
 from neo_compile.app.timeline_plot import choose_iteration, describe, plot_iteration
-from neo_compile.runtime.outputs import EngineStats
 from neo_compile.runtime.timeline import Timeline
+
+if TYPE_CHECKING:  # `neo --help` does not wait for torch
+    from neo_compile.runtime.stats import EngineStats
 
 SETTING = """\
 {num_requests} requests of {num_prompt_tokens} prompt tokens in all, served at once in {dtype}.
