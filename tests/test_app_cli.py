@@ -47,6 +47,7 @@ def test_help_does_not_load_torch() -> None:
         (["--device-threads", "4096", "hello"], "4096"),
         (["--prompts", "/no/such/file"], "/no/such/file"),
         (["   "], "no prompt"),
+        (["good", "\udcff"], "prompt 2 is not valid UTF-8"),
     ],
     ids=lambda value: value[0].strip("- ") if isinstance(value, list) else "",
 )
@@ -116,6 +117,18 @@ def test_single_prompt_is_streamed(tiny_folder: str, capsys: pytest.CaptureFixtu
     assert "0/1 answers" not in first.err
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out == first.out
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_closed_standard_streams(
+    closed: str, tiny_folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell's <&- and >&- leave None in their place."""
+    monkeypatch.setattr(sys, closed, None)
+    prompts = ["--raw", "7"] if closed == "stdout" else []
+    code = cli.main(["generate", "--model", tiny_folder, *ENGINE, "--max-tokens", "2", *prompts])
+    assert code == (0 if closed == "stdout" else 2)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_prompts_of_a_file(tiny_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

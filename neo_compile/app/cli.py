@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         exit_code: int = args.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: closed (>&-)
+            sys.stdout.flush()
     except (NeoError, ValueError) as error:
         logger.info("the error in full", exc_info=True)
         print(f"neo: {error}", file=sys.stderr)

@@ -70,7 +70,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     source = args.prompts or (None if prompts else "-")
     if source == "-":
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():  # None: closed (<&-)
             raise ConfigError('no prompt: write one on the command line, neo generate "Why is the sky blue?"')
         prompts += sys.stdin.read().splitlines()
     elif source is not None:
@@ -83,6 +83,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         raise ConfigError(
             f"no prompt in {'standard input' if source == '-' else source or 'the arguments'}: all lines are empty"
         )
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.isprintable() and any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ConfigError(f"prompt {number} is not valid UTF-8: {prompt!r}")
     return prompts
 
 
