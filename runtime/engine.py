@@ -214,7 +214,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to do or to hand over."""
-        return self._scheduler.has_unfinished or self._outbox.has_unclaimed
+        return not self._is_closed and (self._scheduler.has_unfinished or self._outbox.has_unclaimed)
 
     def stats(self) -> EngineStats:
         """Counters so far and the effective configuration (a copy)."""

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from neo_compile.backend import neo
 from neo_compile.errors import ConfigError
+from neo_compile.passes.runner import dump
 from neo_compile.staged import StagedModel
 from tests.helpers.models import eager_logits, tiny_model
 
@@ -163,6 +164,12 @@ def test_dump_graphs(tmp_path: Path) -> None:
     names = sorted(path.name.split("-", 1)[1] for path in tmp_path.iterdir())
     assert names == ["0-captured.py", "1-canonicalize.py", "2-rewrite_attention.py"]
     assert "neo.attention" in next(tmp_path.glob("*rewrite_attention.py")).read_text()
+
+
+def test_dump_graphs_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written there"):
+        dump(torch.fx.symbolic_trace(nn.ReLU()), str(tmp_path / "file" / "graphs"), "0")
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from neo_compile.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 GraphPass = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
@@ -43,9 +45,12 @@ def dump(gm: fx.GraphModule, folder: str | None, name: str) -> None:
     if folder is None:
         return
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     code = gm.print_readable(print_output=False)
-    (path / f"{name}.py").write_text(code)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{name}.py").write_text(code)
+    except OSError as error:
+        raise ConfigError(f"dump_graphs={folder!r}: graphs cannot be written there: {error}") from error
 
 
 def _name(graph_pass: Any) -> str:

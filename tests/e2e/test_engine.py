@@ -359,7 +359,9 @@ def test_host_cache_larger_than_memory(model):
 
 def test_closed_engine(model):
     engine = make_engine(model)
+    engine.add_request([1, 2, 3])
     engine.close()
     engine.close()
+    assert not engine.has_unfinished
     with pytest.raises(ConfigError, match="closed"):
         engine.step()

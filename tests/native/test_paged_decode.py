@@ -60,7 +60,7 @@ def test_window_edges(pool: WorkerPool, seed: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
+@pytest.mark.parametrize("softcap", [None, 0.5, 30.0, 1e5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap_sinks_window_together(
