@@ -71,8 +71,9 @@ def capture(
     check_choice("packed_linear", packed_linear, (True, False, "auto"))
     if dtype is not None and next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
-    was_training = model.training
+    was_training, own_compilation = model.training, model._compiled_call_impl
     model.eval()
+    model._compiled_call_impl = None  # after `model.compile(...)` the calls below would each be compiled by themselves
     try:
         # The attention implementation is switched in the model's config, so captures exclude each other.
         with _lock, torch.no_grad():
@@ -81,6 +82,7 @@ def capture(
             _probe(model, traced.call, staged)
     finally:
         model.train(was_training)
+        model._compiled_call_impl = own_compilation
     return staged
 
 

@@ -131,3 +131,18 @@ def test_inductor_one_capture_serves_every_size() -> None:
             tokens = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
             (logits,) = run_ragged(staged, [tokens], [[length]])
             torch.testing.assert_close(logits, eager_logits(model, tokens), atol=2e-4, rtol=2e-4)
+
+
+def test_a_compiled_model_is_captured_without_compiling_its_own_calls() -> None:
+    model = tiny_model("Llama")
+    compiled: list[object] = []
+
+    def watch(gm: torch.fx.GraphModule, example_inputs: list[object]) -> object:
+        compiled.append(gm)
+        return gm
+
+    model.compile(backend=watch)
+    capture(model, stages="eager")
+    assert not compiled
+    eager_logits(model, [4, 8, 15])
+    assert compiled, "the model's own compilation is back"
