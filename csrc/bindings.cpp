@@ -121,8 +121,8 @@ class Pool {
                   std::move(refs));
   }
 
-  std::unique_ptr<Ticket> submit_read(std::uintptr_t data, std::int64_t bytes, py::object refs) {
-    return submit(std::make_unique<neo::ReadWork>(pointer<const char>(data), bytes, pool_->parallelism()),
+  std::unique_ptr<Ticket> submit_read(std::uintptr_t data, std::int64_t bytes, int streams, py::object refs) {
+    return submit(std::make_unique<neo::ReadWork>(pointer<const char>(data), bytes, streams, pool_->parallelism()),
                   std::move(refs));
   }
 

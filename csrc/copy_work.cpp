@@ -10,8 +10,9 @@
 namespace neo {
 namespace {
 
-constexpr int64_t kTaskBytes = 256 * 1024;  // big enough to stream, small enough to balance and throttle
-constexpr int64_t kReadTaskBytes = 1024 * 1024;
+constexpr int64_t kTaskBytes = 256 * 1024;       // big enough to stream, small enough to balance and throttle
+constexpr int64_t kReadTaskBytes = 1024 * 1024;  // of all streams
+constexpr int64_t kStepBytes = 128;              // of one stream at a time
 
 int32_t even_share(int32_t tasks, int32_t shares, int32_t share) {
   return static_cast<int32_t>(static_cast<int64_t>(tasks) * share / shares);
@@ -47,23 +48,27 @@ void CopyWork::run(int32_t task, AlignedBuffer&) {
   if (early_ns > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(early_ns));
 }
 
-ReadWork::ReadWork(const char* data, int64_t bytes, int32_t num_shares)
+ReadWork::ReadWork(const char* data, int64_t bytes, int32_t streams, int32_t num_shares)
     : data_(data),
-      bytes_(bytes),
+      streams_(streams),
+      stream_bytes_(bytes / streams / kStepBytes * kStepBytes),
       num_shares_(std::max(1, num_shares)),
-      num_tasks_(static_cast<int32_t>((bytes + kReadTaskBytes - 1) / kReadTaskBytes)) {}
+      num_tasks_(static_cast<int32_t>((stream_bytes_ * streams + kReadTaskBytes - 1) / kReadTaskBytes)) {}
 
 int32_t ReadWork::share_begin(int32_t share) const { return even_share(num_tasks_, num_shares_, share); }
 
 void ReadWork::run(int32_t task, AlignedBuffer&) {
-  constexpr int kLanes = 16;
+  constexpr int kLanes = kStepBytes / 8;
   uint64_t lane[kLanes] = {};
-  const int64_t begin = task * kReadTaskBytes;
-  const int64_t end = std::min(begin + kReadTaskBytes, bytes_);
-  for (int64_t i = begin; i + 8 * kLanes <= end; i += 8 * kLanes) {
-    uint64_t words[kLanes];
-    std::memcpy(words, data_ + i, sizeof(words));
-    for (int j = 0; j < kLanes; ++j) lane[j] += words[j];
+  const int64_t task_bytes = kReadTaskBytes / streams_ / kStepBytes * kStepBytes;
+  const int64_t begin = task * task_bytes;
+  const int64_t end = std::min(begin + task_bytes, stream_bytes_);
+  for (int64_t i = begin; i < end; i += kStepBytes) {
+    for (int32_t s = 0; s < streams_; ++s) {
+      uint64_t words[kLanes];
+      std::memcpy(words, data_ + s * stream_bytes_ + i, sizeof(words));
+      for (int j = 0; j < kLanes; ++j) lane[j] += words[j];
+    }
   }
   uint64_t sum = 0;
   for (const uint64_t part : lane) sum += part;

@@ -35,10 +35,17 @@ class CopyWork : public Work {
   std::atomic<int64_t> copied_bytes_{0};
 };
 
-// Reads a buffer once, sequentially by share: end_ns - start_ns gives the read bandwidth that attention competes with.
+// Reads a buffer once: end_ns - start_ns gives the read bandwidth that attention competes with. The buffer is cut into
+// `streams` equal parts, which every thread walks side by side (one after the other would leave most of a core's
+// outstanding misses unused, as the hardware prefetches each stream by itself):
+//
+//   part    |------ 0 ------|------ 1 ------|        2 streams
+//   thread  | A A A | B B B | A A A | B B B |        each reads 128 bytes of part 0, then of part 1, ...
+//
+// What does not fill whole steps of 128 bytes in every part is left out at the end.
 class ReadWork : public Work {
  public:
-  ReadWork(const char* data, int64_t bytes, int32_t num_shares);
+  ReadWork(const char* data, int64_t bytes, int32_t streams, int32_t num_shares);
 
   int32_t num_shares() const override { return num_shares_; }
   int32_t share_begin(int32_t share) const override;
@@ -46,7 +53,8 @@ class ReadWork : public Work {
 
  private:
   const char* data_;
-  const int64_t bytes_;
+  const int32_t streams_;
+  const int64_t stream_bytes_;
   const int32_t num_shares_;
   int32_t num_tasks_;
   std::atomic<uint64_t> sum_{0};  // keeps the reads alive

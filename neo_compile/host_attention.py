@@ -275,11 +275,17 @@ class WorkerPool:
             src.data_ptr(), dst.data_ptr(), block_bytes, address(array), len(array), max_gbps or 0.0, refs
         )
 
-    def submit_read(self, buffer: Tensor) -> Ticket:
-        """Queues a read of a contiguous buffer by all workers: bytes / (end_ns - start_ns) is the bandwidth."""
+    def submit_read(self, buffer: Tensor, streams: int = 1) -> Ticket:
+        """Queues a read of a contiguous buffer by all workers: bytes / (end_ns - start_ns) is the bandwidth.
+
+        streams: places far apart at which every worker reads by turns, at most 64 (a core that reads one place only
+        does not get all that the memory gives). Up to 128 bytes of each may be left out at its end.
+        """
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise ValueError("buffer must be a contiguous CPU tensor")
-        return self._native.submit_read(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
+        if not 1 <= streams <= 64:
+            raise ValueError(f"streams = {streams} must be between 1 and 64")
+        return self._native.submit_read(buffer.data_ptr(), buffer.numel() * buffer.element_size(), streams, buffer)
 
     def wait(self, ticket: Ticket) -> None:
         """Same as `ticket.wait()`."""

@@ -39,6 +39,7 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [case["dtype"] for case in report["config"]["cases"]] == ["float32", "bfloat16"]
     assert report["machine"]["threads"] == 1
     assert report["machine"]["bandwidth_gbps"] > 0
+    assert report["machine"]["bandwidth_streams"] in (1, 2, 4, 8)
     for row in report["rows"]:
         assert list(row) == ROW_FIELDS
         kv_bytes = 2 * 2 * 33 * 2 * 32 * getattr(torch, row["dtype"]).itemsize

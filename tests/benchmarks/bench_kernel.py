@@ -71,4 +71,6 @@ def test_decode_attention(benchmark, arena, meter, impl):
         runner.close()
     if benchmark.stats is not None:  # None when benchmarks are switched off
         gbps = arena.case.gbps(benchmark.stats.stats.median * 1e6)
-        benchmark.extra_info.update(gbps=round(gbps, 2), bandwidth_share=round(gbps / bandwidth, 3))
+        benchmark.extra_info.update(
+            gbps=round(gbps, 2), bandwidth_share=round(gbps / bandwidth, 3), bandwidth_streams=meter.streams
+        )

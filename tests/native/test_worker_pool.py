@@ -282,10 +282,18 @@ def test_copies_are_exact(pool: WorkerPool, seed: int, dtype: torch.dtype) -> No
     assert torch.equal(dst.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_read_reports_a_bandwidth(any_pool: WorkerPool) -> None:
-    ticket = any_pool.submit_read(torch.zeros(2**22))
-    ticket.wait()
-    assert ticket.end_ns > ticket.start_ns
+@pytest.mark.parametrize("streams", [1, 2, 8])
+def test_read_reports_a_bandwidth(any_pool: WorkerPool, streams: int) -> None:
+    for numel in (0, 1, 33, 2**20 + 3):
+        ticket = any_pool.submit_read(torch.zeros(numel), streams)
+        ticket.wait()
+        assert ticket.end_ns >= ticket.start_ns
+
+
+def test_read_refuses_streams_beyond_its_range(any_pool: WorkerPool) -> None:
+    for streams in (0, 65):
+        with pytest.raises(ValueError, match=f"streams = {streams} "):
+            any_pool.submit_read(torch.zeros(8), streams)
 
 
 def test_a_plan_belongs_to_one_pool(any_pool: WorkerPool) -> None:

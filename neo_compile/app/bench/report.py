@@ -26,7 +26,8 @@ def print_report(bench: KernelBench) -> None:
         where = "" if len(cases) == len(bench.settings.cases) else f" ({'; '.join(map(str, cases))})"
         print(f"{name}: not measured{where}: {reason}")
     machine = describe_machine(bench)
-    rate = f"sequential read {bench.bandwidth.gbps:.1f} GB/s, the best pass of this run (100 %)"
+    best = f"the best pass of this run, {bench.bandwidth.streams} stream(s) a thread (100 %)"
+    rate = f"sequential read {bench.bandwidth.gbps:.1f} GB/s, {best}"
     print(f"\n{machine['cpu']}, {machine['threads']} thread(s); {rate}")
     arena, cache = bench.settings.arena_bytes // 2**20, machine["last_level_cache_bytes"] // 2**20
     print(f"KV is cold: calls walk over at least {arena} MiB, the last-level cache has {cache}")
@@ -54,6 +55,7 @@ def describe_machine(bench: KernelBench) -> dict[str, Any]:
         **machine_facts(PACKAGES),
         "threads": bench.settings.threads,
         "bandwidth_gbps": round(bench.bandwidth.gbps, 2),
+        "bandwidth_streams": bench.bandwidth.streams,
         "last_level_cache_bytes": last_level_cache_bytes(),
         "kernels": _picked_kernels(),
         "load_average": bench.load_average,
