@@ -5,6 +5,9 @@ Every function raises ValueError naming the argument and the offending value.
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -35,6 +38,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 def check_tensor(name: str, x: Tensor, dim: int) -> int:
     """dtype code of a CPU tensor whose innermost dimension is contiguous."""
+    _check_is_tensor(name, x)
     code = _DTYPE_CODES.get(x.dtype)
     if code is None:
         raise ValueError(f"{name} is {x.dtype}; float32, float16 and bfloat16 are supported")
@@ -45,6 +49,14 @@ def check_tensor(name: str, x: Tensor, dim: int) -> int:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, its strides are {x.stride()}")
     return code
+
+
+def _check_is_tensor(name: str, x: object) -> None:
+    if isinstance(x, Tensor):
+        return
+    kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+    read_only = " (and a read-only one)" if isinstance(x, np.ndarray) and not x.flags.writeable else ""
+    raise ValueError(f"{name} must be a torch tensor, not {kind}{read_only}")
 
 
 def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
@@ -74,6 +86,7 @@ def softcap_code(softcap: float | None) -> float:
 def sinks_address(sinks: Tensor | None, num_q_heads: int) -> int:
     if sinks is None:
         return 0
+    _check_is_tensor("sinks", sinks)
     if sinks.dtype != torch.float32 or sinks.shape != (num_q_heads,) or not sinks.is_contiguous():
         raise ValueError(f"sinks must be contiguous float32 [{num_q_heads}], not {sinks.dtype} {tuple(sinks.shape)}")
     if sinks.device.type != "cpu":
@@ -99,12 +112,26 @@ def _int_array(name: str, values: IntArray, dim: int) -> npt.NDArray[Any]:
         if values.device.type != "cpu":
             raise ValueError(f"{name} is on {values.device}; host attention needs CPU tensors")
         values = values.detach().numpy()
-    array = np.asarray(values)
+    array = _rectangular(name, values)
     if array.size == 0 and not isinstance(values, np.ndarray):  # an empty list says nothing about its type
         array = array.reshape((0,) * dim).astype(np.int64)
     if array.dtype.kind not in "iu" or array.ndim != dim:
         raise ValueError(f"{name} must be integers with {dim} dimension(s), not {array.dtype} {array.shape}")
     return array
+
+
+def _rectangular(name: str, values: Any) -> npt.NDArray[Any]:
+    """np.asarray, but rows that differ in length are named (numpy only says that it is so)."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        lengths = [len(row) if isinstance(row, Sequence | np.ndarray) else None for row in values]
+        odd = next((i for i, length in enumerate(lengths) if length != lengths[0]), None)
+        if odd is None:
+            raise
+        first, other = ("a number" if n is None else f"{n} long" for n in (lengths[0], lengths[odd]))
+        hint = "pad the rows to one length: entries past a request's context are never read"
+        raise ValueError(f"{name} is ragged: {name}[0] is {first}, {name}[{odd}] is {other}; {hint}") from None
 
 
 def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int64]:
@@ -129,7 +156,14 @@ def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int
 
 
 def check_out(out: Tensor, inputs: dict[str, Tensor]) -> None:
-    """Refuses an `out` that overlaps itself (expanded, or with interleaved strides) or an input."""
+    """Refuses an `out` that overlaps itself (expanded, or with interleaved strides) or an input, or is read-only.
+
+    Read-only to the operating system (a file mapped for reading, say), where a write would end the process. That a
+    tensor was made from a read-only numpy array torch itself forgets, after a warning.
+    """
+    _check_is_tensor("out", out)
+    if out.device.type != "cpu":
+        return  # named by `rows`
     dims = sorted((stride, size) for stride, size in zip(out.stride(), out.shape, strict=True) if size > 1)
     spans = [0, *((size - 1) * stride for stride, size in dims)]
     if any(stride <= sum(spans[: i + 1]) for i, (stride, _) in enumerate(dims)):
@@ -139,6 +173,25 @@ def check_out(out: Tensor, inputs: dict[str, Tensor]) -> None:
         other_begin, other_end = _byte_range(x)
         if begin < other_end and other_begin < end:
             raise ValueError(f"out overlaps {name} in memory")
+    if begin < end and not (is_writable(begin) and is_writable(end - 1)):
+        raise ValueError(f"out lies in memory that is read-only: {tuple(out.shape)} at address {begin:#x}")
+
+
+def is_writable(byte_address: int) -> bool:
+    """Whether this process may write to the byte. Its value stays: the kernel is asked to copy it out and in again."""
+    byte = memoryview((ctypes.c_char * 1).from_address(byte_address))
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, byte)
+        os.readv(reader, [byte])
+    except OSError as error:
+        if error.errno == errno.EFAULT:
+            return False
+        raise
+    finally:
+        os.close(reader)
+        os.close(writer)
+    return True
 
 
 def _byte_range(x: Tensor) -> tuple[int, int]:

@@ -323,8 +323,7 @@ def paged_decode(
     ValueError names the offending value.
     """
     layer = LayerCache(k_cache, v_cache)
-    if q_BHD.dim() != 3:
-        raise ValueError(f"q must be [B, Hq, D], not {tuple(q_BHD.shape)}")
+    check_tensor("q", q_BHD, 3)
     if q_BHD.shape[2] != k_cache.shape[3]:
         raise ValueError(f"q has head_dim {q_BHD.shape[2]}, k_cache {k_cache.shape[3]}")
     pool = _shared_pool(len(_native.usable_cpus()) if num_threads is None else num_threads, os.getpid(), _native.isa())
@@ -341,7 +340,8 @@ def paged_decode(
     if out is None:
         out = torch.empty(plan.out_shape, dtype=q_BHD.dtype)
     else:
-        check_out(out, {"q": q_BHD, "k_cache": k_cache, "v_cache": v_cache})
+        inputs = {"q": q_BHD, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
+        check_out(out, {name: x for name, x in inputs.items() if x is not None})
     pool.submit_layer(plan, layer, q_BHD, out, scale=scale, window=window, softcap=softcap, sinks=sinks).wait()
     return out
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from neo_compile import _native
 from neo_compile.app import cli, demo, doctor
 from tests.helpers.engines import hf_greedy, tiny_llama
 from tests.helpers.smollm import save_tiny_llama
@@ -85,9 +86,11 @@ def test_doctor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exit_code = cli.main(["doctor", "--json", str(path)])
     findings = {finding["topic"]: finding for finding in json.loads(path.read_text())}
     assert exit_code == any(finding["hint"] for finding in findings.values())
-    assert {"versions", "processor", "cores", "memory", "read bandwidth", "host kernels", "C++ compiler"} <= set(
-        findings
-    )
+    topics = {"versions", "processor", "cores", "memory nodes", "memory", "read bandwidth", "host kernels"}
+    assert topics <= set(findings)
+    assert "C++ compiler" in findings
+    assert float(findings["read bandwidth"]["text"].split(" GB/s")[0]) > 0
+    assert _native.isa() in findings["host kernels"]["text"]
     assert 'backend="neo" is registered' in findings["torch.compile"]["text"]
     assert findings["host kernels"]["text"] in capsys.readouterr().out
 
@@ -103,6 +106,16 @@ def test_doctor_reports_impossible_kernels(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("NEO_ISA", "avx1024")
     assert cli.main(["doctor"]) == 1
     assert "unset NEO_ISA" in capsys.readouterr().out
+
+
+def test_doctor_tells_quota_and_memory_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_native, "cpu_quota", lambda: 1.5)
+    assert "cgroup quota 1.5 cores" in doctor._cores()[0].text
+    for node, cpus in (("node0", "0-3"), ("node1", "4,6")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cpus)
+    assert doctor._numa(str(tmp_path)).text == "0: cores 0-3; 1: cores 4,6"
+    assert doctor._numa(str(tmp_path / "absent")).text == "not told by this system"
 
 
 def test_ranges() -> None:

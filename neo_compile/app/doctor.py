@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from neo_compile import numa
 from neo_compile.paths import cache_dir
 
-BANDWIDTH_BYTES = 256 * 2**20
+BANDWIDTH_BYTES = 256 * 2**20  # at least, and at least four times the last-level cache
+BANDWIDTH_SECONDS = 1.0
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 
 
@@ -60,6 +62,7 @@ def examine() -> list[Finding]:
         _versions(),
         _processor(),
         *_cores(),
+        _numa(),
         _memory(),
         _bandwidth(),
         *_kernels(),
@@ -104,15 +107,14 @@ def _processor() -> Finding:
 def _cores() -> list[Finding]:
     import torch
 
-    quota = "none"
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        quota = "none" if limit == "max" else f"{int(limit) / int(period):.1f} cores"
-    except (OSError, ValueError):
-        pass  # no cgroup v2 here: there is no quota to tell
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    text = f"{os.cpu_count()} in the machine, affinity {as_ranges(affinity)}, cgroup quota {quota}"
-    findings = [Finding("cores", f"{text}, torch uses {torch.get_num_threads()}")]
+    findings = [
+        Finding(
+            "cores",
+            f"{os.cpu_count()} in the machine, affinity {as_ranges(affinity)}, cgroup quota {_quota()}, "
+            f"torch uses {torch.get_num_threads()}",
+        )
+    ]
     if len(affinity) < 2:
         findings.append(
             Finding(
@@ -120,6 +122,22 @@ def _cores() -> list[Finding]:
             )
         )
     return findings
+
+
+def _quota() -> str:
+    try:
+        from neo_compile._native import cpu_quota
+    except ImportError:
+        return "unknown"  # the missing native module is a finding of its own
+    quota = cpu_quota()
+    return "none" if quota is None else f"{quota:.1f} cores"
+
+
+def _numa(sysfs: str = numa.SYSFS) -> Finding:
+    nodes = numa.numa_nodes(sysfs)
+    if not nodes:
+        return Finding("memory nodes", "not told by this system")
+    return Finding("memory nodes", "; ".join(f"{node}: cores {as_ranges(cpus)}" for node, cpus in nodes.items()))
 
 
 def as_ranges(numbers: list[int]) -> str:
@@ -140,19 +158,27 @@ def _memory() -> Finding:
 
 
 def _bandwidth() -> Finding:
-    """Sequential read of a quarter GiB with torch's threads, the best of a few passes."""
-    import torch
+    """Sequential read by the threads that attention would use, for about a second: the ceiling of host attention."""
+    from neo_compile.runtime.kv_cache import available_memory_bytes
 
-    data = torch.ones(BANDWIDTH_BYTES // 4, dtype=torch.float32)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        data.sum()
-        best = min(best, time.perf_counter() - start)
-    return Finding(
-        "read bandwidth",
-        f"{BANDWIDTH_BYTES / best / 1e9:.1f} GB/s with {torch.get_num_threads()} threads (a quick look)",
-    )
+    try:
+        from neo_compile import _native
+        from neo_compile.app.bench.bandwidth import BandwidthMeter, last_level_cache_bytes
+        from neo_compile.host_attention import WorkerPool
+
+        cpus = _native.usable_cpus()
+        pool = WorkerPool(len(cpus) - 1, participate=True, isa="scalar")  # reading needs no kernels
+    except ImportError as error:
+        return Finding("read bandwidth", f"not measured: {error}")
+    num_bytes = min(max(BANDWIDTH_BYTES, 4 * last_level_cache_bytes()), available_memory_bytes() // 4)
+    with pool:
+        meter = BandwidthMeter(pool, num_bytes)
+        deadline = time.monotonic() + BANDWIDTH_SECONDS
+        gbps = meter.measure(1)
+        while time.monotonic() < deadline:
+            gbps = meter.measure(1)
+    text = f"{gbps:.1f} GB/s with {len(cpus)} threads on cores {as_ranges(cpus)} (the best of a second)"
+    return Finding("read bandwidth", text)
 
 
 def _kernels() -> list[Finding]:

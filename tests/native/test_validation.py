@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from decode_cases import DecodeCase
@@ -28,6 +32,12 @@ def test_the_valid_problem_is_valid() -> None:
     assert decode().shape == (2, 4, 8)
 
 
+def read_only_array() -> np.ndarray:
+    array = np.zeros((2, 4, 8), np.float32)
+    array.flags.writeable = False
+    return array
+
+
 BAD = {
     "negative length": ({"context_lens": [9, -1]}, r"context_lens\[1\] = -1"),
     "length beyond the table": ({"context_lens": [13, 1]}, r"context_lens\[0\] = 13 .* 3 blocks of 4"),
@@ -37,7 +47,20 @@ BAD = {
     "float lengths": ({"context_lens": torch.tensor([1.0, 2.0])}, "context_lens must be integers"),
     "table of one dimension": ({"block_tables": torch.tensor([0, 1])}, "block_tables must be integers with 2"),
     "lengths beyond int32": ({"context_lens": torch.tensor([2**40, 1])}, "context_lens holds values beyond int32"),
-    "q of two dimensions": ({"q_BHD": torch.randn(2, 8)}, "q must be"),
+    "ragged tables": (
+        {"block_tables": [[0, 1, 2], [3, 4]]},
+        r"block_tables\[0\] is 3 long, block_tables\[1\] is 2 long",
+    ),
+    "ragged tables of arrays": ({"block_tables": [np.arange(3), np.arange(4)]}, r"block_tables\[1\] is 4 long"),
+    "ragged lengths": ({"context_lens": [9, [8]]}, r"context_lens\[0\] is a number, context_lens\[1\] is 1 long"),
+    "tables of nothing known": ({"block_tables": [[0, None, 2], [3, 4, 5]]}, "block_tables must be integers"),
+    "q of two dimensions": ({"q_BHD": torch.randn(2, 8)}, r"q must have 3 dimensions, its shape is \(2, 8\)"),
+    "q of numpy": ({"q_BHD": np.zeros((2, 4, 8), np.float32)}, "q must be a torch tensor, not numpy.ndarray"),
+    "cache of a list": ({"k_cache": [[0.0]]}, "k_cache must be a torch tensor, not list"),
+    "sinks of a list": ({"sinks": [0.0] * 4}, "sinks must be a torch tensor, not list"),
+    "out of numpy": ({"out": np.zeros((2, 4, 8), np.float32)}, "out must be a torch tensor, not numpy.ndarray$"),
+    "out of numpy, read-only": ({"out": read_only_array()}, r"out must be a torch tensor.*read-only"),
+    "out on another device": ({"out": torch.empty(2, 4, 8, device="meta")}, "out is on meta"),
     "q dtype": ({"q_BHD": torch.randn(2, 4, 8).double()}, "q is torch.float64"),
     "q batch": ({"q_BHD": torch.randn(3, 4, 8)}, r"q has shape \(3, 4, 8\)"),
     "q head_dim": ({"q_BHD": torch.randn(2, 4, 7)}, "head_dim 7"),
@@ -72,6 +95,34 @@ def test_out_overlapping_an_input() -> None:
     q, out = buffer[:64].view(2, 4, 8), buffer[60:124].view(2, 4, 8)
     with pytest.raises(ValueError, match="out overlaps q"):
         decode(q_BHD=q, out=out)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "sinks"])
+def test_out_overlapping_what_is_read(name: str) -> None:
+    buffer = torch.randn(6 * 2 * 4 * 8)
+    view = {"sinks": buffer[:4]}.get(name, buffer.view(6, 2, 4, 8))
+    with pytest.raises(ValueError, match=f"out overlaps {name}"):
+        decode(**{name: view, "out": buffer[:64].view(2, 4, 8)})
+
+
+def test_read_only_out(tmp_path: Path) -> None:
+    """A file mapped for reading: a write would be a segmentation fault. A private copy of it may be written."""
+    path = tmp_path / "out"
+    path.write_bytes(bytes(4 * 2 * 4 * 8))
+    with path.open("rb") as file:
+        for access, is_refused in ((mmap.ACCESS_READ, True), (mmap.ACCESS_COPY, False)):
+            mapped = mmap.mmap(file.fileno(), 0, access=access)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that the buffer is not writable
+                out = torch.frombuffer(mapped, dtype=torch.float32).view(2, 4, 8)
+            if is_refused:
+                with pytest.raises(
+                    ValueError, match=r"out lies in memory that is read-only: \(2, 4, 8\) at address 0x"
+                ):
+                    decode(out=out)
+            else:
+                assert decode(out=out) is out
+    assert path.read_bytes() == bytes(4 * 2 * 4 * 8)
 
 
 def test_out_may_be_permuted() -> None:
