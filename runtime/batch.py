@@ -1,24 +1,61 @@
-"""Turns the scheduler's `SubBatch` into tensors: what the linear stages read and where attention finds its KV.
+"""Turns rows of tokens into tensors: what the linear stages read and where attention finds its KV.
 
-Tokens of a sub-batch lie in this order (T = all of them):
+A *row* is one sequence with a block table: a request of the scheduler, or a row of `generate`'s batch. `assemble` takes
+plain rows; `build_batch` makes them from the scheduler's `SubBatch`. Tokens lie in this order (T = all of them):
 
     | prefill chunk | prefill chunk | ... | device decodes | host decodes |
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from neo_compile.attention import AttentionSite
 from neo_compile.host_attention import DecodePlan, plan_decode
 from neo_compile.runtime.kv_cache import Slots
-from neo_compile.runtime.plan import ScheduledPrefill, SubBatch
+from neo_compile.runtime.plan import SubBatch
 from neo_compile.runtime.request import Request, Tier
+
+_DECODE_ORDER = (Tier.DEVICE, Tier.HOST)
+
+
+class ChunkRow(NamedTuple):
+    """Tokens [start, start + len(token_ids)) of one row, computed together.
+
+    Attributes:
+        block_ids: the row's block table, at least up to the chunk's end.
+        logit_rows: tokens of the chunk whose logits are wanted, counted from its beginning.
+        positions: position ids where they are not start, start + 1, ...
+    """
+
+    tier: Tier
+    start: int
+    token_ids: Sequence[int] | NDArray[np.int64]
+    block_ids: Sequence[int] | NDArray[np.int32]
+    logit_rows: Sequence[int] | NDArray[np.int64]
+    positions: NDArray[np.int64] | None = None
+
+
+class DecodeTable(NamedTuple):
+    """One new token of each of n rows of a tier; logits of all are wanted.
+
+    Attributes:
+        token_ids: int64 [n].
+        context_lens: int32 [n], the new token included.
+        block_tables: int32 [n, max_blocks]; entries past a row's length are never read.
+        positions: int64 [n] where the position ids are not context_lens - 1.
+    """
+
+    token_ids: NDArray[np.int64]
+    context_lens: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    positions: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +99,15 @@ class BatchTensors:
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
-        logit_rows: int64 [R], rows whose logits are computed; at least one, so row 0 stands in when no request of the
-            sub-batch samples.
-        sampling: the requests that the first `len(sampling)` logit rows belong to.
+        logit_rows: int64 [R], rows whose logits are computed, in the order of the rows; at least one, so row 0 stands
+            in when no logits are wanted.
+        num_logits: how many of `logit_rows` are wanted.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
-    sampling: tuple[Request, ...]
+    num_logits: int
     prefills: tuple[PrefillChunk, ...]
     device_decodes: DecodeRows | None
     host_decodes: DecodeRows | None
@@ -81,75 +118,122 @@ class BatchTensors:
         return self.input_ids.shape[1]
 
 
-def build_batch(
-    sub_batch: SubBatch, *, block_size: int, num_threads: dict[Tier, int], geometries: Collection[Geometry]
-) -> BatchTensors:
-    """Tensors of `sub_batch`; block tables are read now, as the scheduler left them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """What all batches of one executor share.
 
-    Args:
+    Attributes:
         num_threads: how many threads share the decode attention of each tier.
         geometries: of the model's attention sites, each of which needs a partition of its own.
     """
-    input_ids: list[int] = []
-    positions: list[int] = []
-    logit_rows: list[int] = []
-    sampling: list[Request] = []
+
+    block_size: int
+    num_threads: Mapping[Tier, int]
+    geometries: Collection[Geometry]
+
+
+def assemble(chunks: Sequence[ChunkRow], decodes: Mapping[Tier, DecodeTable], layout: BatchLayout) -> BatchTensors:
+    """Tensors of prefill chunks and decodes; block tables are copied."""
+    token_ids: list[Any] = []
+    positions: list[Any] = []
+    logit_rows: list[Any] = []
     prefills: list[PrefillChunk] = []
-    for scheduled in sub_batch.prefills:
-        row, end = len(input_ids), scheduled.start + scheduled.num_tokens
-        prefills.append(_prefill_chunk(scheduled, row, block_size))
-        input_ids += scheduled.request.all_token_ids[scheduled.start : end]
-        positions += range(scheduled.start, end)
-        if scheduled.samples:
-            logit_rows.append(len(input_ids) - 1)
-            sampling.append(scheduled.request)
-    decodes: dict[Tier, DecodeRows] = {}
-    for tier, requests in ((Tier.DEVICE, sub_batch.device_decodes), (Tier.HOST, sub_batch.host_decodes)):
-        if not requests:
+    num_tokens = 0
+    for chunk in chunks:
+        prefills.append(_prefill_chunk(chunk, num_tokens, layout.block_size))
+        length = len(chunk.token_ids)
+        token_ids.append(chunk.token_ids)
+        contiguous = chunk.positions is None
+        positions.append(np.arange(chunk.start, chunk.start + length) if contiguous else chunk.positions)
+        if len(chunk.logit_rows):
+            logit_rows.append(np.asarray(chunk.logit_rows) + num_tokens)
+        num_tokens += length
+    rows: dict[Tier, DecodeRows] = {}
+    for tier in _DECODE_ORDER:
+        table = decodes.get(tier)
+        if table is None or not len(table.token_ids):
             continue
-        row = len(input_ids)
-        for request in requests:
-            logit_rows.append(len(input_ids))
-            input_ids.append(request.output_token_ids[-1])
-            positions.append(request.num_tokens - 1)
-        sampling += requests
-        plans = _plan_decodes(requests, block_size, num_threads[tier], geometries)
-        decodes[tier] = DecodeRows(row, len(requests), plans)
+        num_rows = len(table.token_ids)
+        token_ids.append(table.token_ids)
+        positions.append(table.context_lens - 1 if table.positions is None else table.positions)
+        logit_rows.append(np.arange(num_tokens, num_tokens + num_rows))
+        rows[tier] = DecodeRows(num_tokens, num_rows, _plan_decodes(table, tier, layout))
+        num_tokens += num_rows
+    wanted = _concatenate(logit_rows)
     return BatchTensors(
-        input_ids=torch.tensor([input_ids], dtype=torch.int64),
-        position_ids=torch.tensor([positions], dtype=torch.int64),
-        logit_rows=torch.tensor(logit_rows or [0], dtype=torch.int64),
-        sampling=tuple(sampling),
+        input_ids=torch.from_numpy(_concatenate(token_ids)).unsqueeze(0),
+        position_ids=torch.from_numpy(_concatenate(positions)).unsqueeze(0),
+        logit_rows=torch.from_numpy(wanted if len(wanted) else np.zeros(1, dtype=np.int64)),
+        num_logits=len(wanted),
         prefills=tuple(prefills),
-        device_decodes=decodes.get(Tier.DEVICE),
-        host_decodes=decodes.get(Tier.HOST),
+        device_decodes=rows.get(Tier.DEVICE),
+        host_decodes=rows.get(Tier.HOST),
     )
 
 
-def _prefill_chunk(scheduled: ScheduledPrefill, row: int, block_size: int) -> PrefillChunk:
-    block_ids = scheduled.request.block_ids
-    return PrefillChunk(
-        tier=scheduled.tier,
-        row=row,
-        start=scheduled.start,
-        num_tokens=scheduled.num_tokens,
-        slots=Slots.of(block_ids, scheduled.start, scheduled.num_tokens, block_size),
-        block_ids=torch.tensor(block_ids, dtype=torch.int64),
-    )
+def build_batch(sub_batch: SubBatch, layout: BatchLayout) -> BatchTensors:
+    """Tensors of a sub-batch of the scheduler; block tables are read now, as it left them."""
+    chunks = []
+    for scheduled in sub_batch.prefills:
+        request, start, end = scheduled.request, scheduled.start, scheduled.start + scheduled.num_tokens
+        logit_rows = [scheduled.num_tokens - 1] if scheduled.samples else []
+        token_ids = request.all_token_ids[start:end]
+        chunks.append(ChunkRow(scheduled.tier, start, token_ids, request.block_ids, logit_rows))
+    decodes = {
+        tier: _decode_table(requests)
+        for tier, requests in ((Tier.DEVICE, sub_batch.device_decodes), (Tier.HOST, sub_batch.host_decodes))
+        if requests
+    }
+    return assemble(chunks, decodes, layout)
 
 
-def _plan_decodes(
-    requests: Sequence[Request], block_size: int, num_threads: int, geometries: Collection[Geometry]
-) -> dict[Geometry, DecodePlan]:
-    """Partition the decode attention of `requests` (contexts include their newest token) over `num_threads`."""
-    context_lens = np.array([request.num_tokens for request in requests], dtype=np.int32)
+def sampling_requests(sub_batch: SubBatch) -> tuple[Request, ...]:
+    """The requests that the logits of `build_batch(sub_batch)` belong to, in order."""
+    prefilled = (scheduled.request for scheduled in sub_batch.prefills if scheduled.samples)
+    return (*prefilled, *sub_batch.device_decodes, *sub_batch.host_decodes)
+
+
+def _decode_table(requests: Sequence[Request]) -> DecodeTable:
+    """The newest token of each request (contexts include it)."""
     tables = [request.block_ids for request in requests]
     block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
+    return DecodeTable(
+        np.array([request.output_token_ids[-1] for request in requests], dtype=np.int64),
+        np.array([request.num_tokens for request in requests], dtype=np.int32),
+        block_tables,
+    )
+
+
+def _prefill_chunk(chunk: ChunkRow, row: int, block_size: int) -> PrefillChunk:
+    num_tokens = len(chunk.token_ids)
+    return PrefillChunk(
+        tier=chunk.tier,
+        row=row,
+        start=chunk.start,
+        num_tokens=num_tokens,
+        slots=Slots.of(chunk.block_ids, chunk.start, num_tokens, block_size),
+        block_ids=torch.as_tensor(chunk.block_ids, dtype=torch.int64),
+    )
+
+
+def _plan_decodes(table: DecodeTable, tier: Tier, layout: BatchLayout) -> dict[Geometry, DecodePlan]:
+    """Partition the decode attention of a tier's rows over its threads."""
     return {
         geometry: plan_decode(
-            block_tables, context_lens, block_size=block_size, num_threads=num_threads, **geometry._asdict()
+            table.block_tables,
+            table.context_lens,
+            block_size=layout.block_size,
+            num_threads=layout.num_threads[tier],
+            **geometry._asdict(),
         )
-        for geometry in geometries
+        for geometry in layout.geometries
     }
+
+
+def _concatenate(parts: Sequence[Any]) -> NDArray[np.int64]:
+    """One int64 vector, a copy (what is given may be the caller's, and not writable)."""
+    if not parts:
+        return np.zeros(0, dtype=np.int64)
+    return np.concatenate(parts, dtype=np.int64, casting="same_kind")

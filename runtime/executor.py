@@ -12,7 +12,7 @@ One coroutine alone is a sequential iteration; host attention then only overlaps
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,10 +20,18 @@ import torch
 
 from neo_compile.attention import AttentionSite
 from neo_compile.host_attention import Ticket
-from neo_compile.runtime.batch import BatchTensors, DecodeRows, Geometry, PrefillChunk, build_batch
+from neo_compile.runtime.batch import (
+    BatchLayout,
+    BatchTensors,
+    DecodeRows,
+    Geometry,
+    PrefillChunk,
+    build_batch,
+    sampling_requests,
+)
 from neo_compile.runtime.device import Device
 from neo_compile.runtime.kv_cache import KVCache
-from neo_compile.runtime.plan import IterationPlan, SubBatch
+from neo_compile.runtime.plan import IterationPlan
 from neo_compile.runtime.prefill import attend_chunk
 from neo_compile.runtime.request import Request, Tier
 from neo_compile.runtime.swap import start_swaps, wait_swaps
@@ -204,17 +212,45 @@ class Executor:
         self.timeline: Timeline | None = None
         self.iteration = 0
         self.pending_swaps: list[Ticket] = []
-        self._geometries = frozenset(Geometry.of(site) for site in staged.sites)
-        self._num_threads = {Tier.DEVICE: device.attention_pool.parallelism, Tier.HOST: device.host_pool.parallelism}
+        self.layout = BatchLayout(
+            block_size=caches[Tier.DEVICE].block_size,
+            num_threads={
+                Tier.DEVICE: device.attention_pool.parallelism,
+                Tier.HOST: device.host_pool.parallelism,
+            },
+            geometries=frozenset(Geometry.of(site) for site in staged.sites),
+        )
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Run `plan` and return the logits of the requests that sample. Call inside `device.launching()`."""
-        self.iteration += 1
         start_ns = time.perf_counter_ns()
         swaps = (*plan.swap_outs, *plan.swap_ins)
         copies = start_swaps(swaps, self.caches, self.device.host_pool, self.device.swap_gbps)
+        sub_batches = [sub_batch for sub_batch in plan.sub_batches if sub_batch.num_requests]
+        requests = tuple(request for sub_batch in sub_batches for request in sampling_requests(sub_batch))
+        try:
+            batches = [build_batch(sub_batch, self.layout) for sub_batch in sub_batches]
+        except BaseException:
+            wait_swaps(copies, self.device.host_pool)
+            raise
+        logits, times = self.run_batches(batches, copies, start_ns=start_ns)
+        return IterationResult(requests, logits, times)
+
+    def run_batches(
+        self, batches: Sequence[BatchTensors], copies: Sequence[Ticket] = (), *, start_ns: int | None = None
+    ) -> tuple[torch.Tensor, IterationTimes]:
+        """Run one or two sub-batches as one iteration. Call inside `device.launching()`.
+
+        Args:
+            copies: block copies already submitted to the host pool; they end before the first attention.
+            start_ns: when the iteration began, of `time.perf_counter_ns`; None is now.
+
+        Returns:
+            The wanted logits of the sub-batches in turn, [R, vocabulary], and what the iteration took.
+        """
+        self.iteration += 1
+        start_ns = time.perf_counter_ns() if start_ns is None else start_ns
         self.pending_swaps = list(copies)
-        batches = [self._build(sub_batch) for sub_batch in plan.sub_batches if sub_batch.num_requests]
         handlers = [SubBatchAttention(self, batch, index) for index, batch in enumerate(batches)]
         try:
             logits = self._run(batches, handlers)
@@ -224,15 +260,10 @@ class Executor:
             wait_swaps(self.pending_swaps, self.device.host_pool)
         end_ns = time.perf_counter_ns()
         self._record_copies(copies)
-        requests = tuple(request for batch in batches for request in batch.sampling)
-        return IterationResult(requests, logits, _times(handlers, end_ns - start_ns))
+        return logits, _times(handlers, end_ns - start_ns)
 
-    def _build(self, sub_batch: SubBatch) -> BatchTensors:
-        block_size = self.caches[Tier.DEVICE].block_size
-        return build_batch(sub_batch, block_size=block_size, num_threads=self._num_threads, geometries=self._geometries)
-
-    def _run(self, batches: list[BatchTensors], handlers: list[SubBatchAttention]) -> torch.Tensor:
-        """Drive the sub-batches' coroutines in turn until all have ended; their sampled rows' logits, [R, vocab]."""
+    def _run(self, batches: Sequence[BatchTensors], handlers: list[SubBatchAttention]) -> torch.Tensor:
+        """Drive the sub-batches' coroutines in turn until all have ended; their wanted logits, [R, vocab]."""
         running = dict(enumerate(self._coroutine(b, h) for b, h in zip(batches, handlers, strict=True)))
         outputs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
         try:
@@ -241,11 +272,13 @@ class Executor:
                     try:
                         next(coroutine)
                     except StopIteration as stop:
-                        outputs[index] = stop.value[0][0, : len(batches[index].sampling)]
+                        outputs[index] = stop.value[0][0, : batches[index].num_logits]
                         del running[index]
         finally:
             for coroutine in running.values():
                 coroutine.close()
+        if len(outputs) == 1:
+            return outputs[0]
         return torch.cat(outputs) if outputs else torch.empty((0, 0))
 
     def _coroutine(
@@ -259,7 +292,7 @@ class Executor:
             on_stage=handler.on_stage if self.timeline is not None else None,
         )
 
-    def _record_copies(self, copies: list[Ticket]) -> None:
+    def _record_copies(self, copies: Sequence[Ticket]) -> None:
         if self.timeline is not None:
             for layer, ticket in enumerate(copies):
                 self.timeline.add("host", f"copy {layer}", "copy", ticket.start_ns, ticket.end_ns, self.iteration)

@@ -15,7 +15,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from neo_compile.attention import AttentionSite
 from neo_compile.errors import ConfigError
@@ -201,8 +203,8 @@ class Slots:
     offsets: torch.Tensor
 
     @classmethod
-    def of(cls, block_ids: Sequence[int], start: int, num_tokens: int, block_size: int) -> Slots:
+    def of(cls, block_ids: Sequence[int] | NDArray[np.int32], start: int, num_tokens: int, block_size: int) -> Slots:
         """Slots of tokens `start` .. `start + num_tokens - 1` of the request that owns `block_ids`."""
         positions = torch.arange(start, start + num_tokens)
-        table = torch.tensor(block_ids, dtype=torch.int64)
+        table = torch.as_tensor(block_ids, dtype=torch.int64)
         return cls(table[positions // block_size], positions % block_size)
