@@ -56,10 +56,10 @@ class Admission:
 
     def look_at_host(self, decision: Decision) -> None:
         """How full the host is, by its blocks or by what it can serve in an iteration."""
-        pool, host = self.queues.pools[Tier.HOST], self.queues.running[Tier.HOST].values()
+        pool = self.queues.pools[Tier.HOST]
         decision.num_free_host_blocks = pool.num_free
-        decision.num_host_residents = len(host)
-        decision.host_kv_tokens = sum([request.num_tokens for request in host])
+        decision.num_host_residents = len(self.queues.running[Tier.HOST])
+        decision.host_kv_tokens = decision.census[Tier.HOST].kv_tokens
         attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents, decision.host_kv_tokens)
         free_time = 1.0 - attention_ms / max(self.max_host_ms, 1e-9)
         decision.host_emptiness = max(0.0, min(free_time, pool.num_free / max(pool.num_blocks, 1)))
@@ -83,14 +83,22 @@ class Admission:
                 low = middle
             else:
                 high = middle - 1
-        decision.num_free_tokens = min(decision.num_free_tokens, max(low, 1))
+        num_under_way = sum(len(census.prefills) for census in decision.census.values())
+        decision.num_free_tokens = min(decision.num_free_tokens, max(low, num_under_way, 1))
 
     def continue_prefills(self, decision: Decision) -> None:
-        """The next chunks of prefills under way, oldest first."""
-        for request in sorted(decision.under_way, key=lambda request: request.sequence_number):
-            if decision.num_free_tokens > 0:
+        """The next chunks of prefills under way: of the overdue ones, at least a token each; then the oldest first.
+
+        A token for each there always is: no more requests run than the budget has tokens (`max_running`).
+        """
+        under_way = [request for census in decision.census.values() for request in census.prefills]
+        under_way.sort(key=lambda request: (not decision.is_overdue(request), request.sequence_number))
+        num_overdue = sum(map(decision.is_overdue, under_way))
+        for place, request in enumerate(under_way, 1):
+            num_tokens = decision.num_free_tokens - max(num_overdue - place, 0)
+            if num_tokens > 0:
                 assert request.tier is not None, request
-                self._add_chunk(decision, request, request.tier)
+                self._add_chunk(decision, request, request.tier, num_tokens)
 
     def admit_waiting(self, decision: Decision) -> None:
         """First chunks of waiting requests in order, until one does not fit.
@@ -106,7 +114,7 @@ class Admission:
             tier = self._find_tier(decision, request)
             if tier is None:
                 return
-            self._add_chunk(decision, request, tier)
+            self._add_chunk(decision, request, tier, decision.num_free_tokens)
             if tier is Tier.DEVICE:
                 self.queues.admit(request, tier, self.num_blocks_for(request))
             else:
@@ -154,10 +162,10 @@ class Admission:
             request.last_advanced = decision.iteration
 
     @staticmethod
-    def _add_chunk(decision: Decision, request: Request, tier: Tier) -> None:
+    def _add_chunk(decision: Decision, request: Request, tier: Tier, max_tokens: int) -> None:
         start = request.num_computed_tokens
         remaining = request.num_tokens - start
-        num_tokens = min(remaining, decision.num_free_tokens)
+        num_tokens = min(remaining, max_tokens)
         decision.num_free_tokens -= num_tokens
         chunk = ScheduledPrefill(request, start, num_tokens, tier, samples=num_tokens == remaining)
         prefills = decision.work.device_prefills if tier is Tier.DEVICE else decision.work.host_prefills

@@ -1,4 +1,4 @@
-"""Steps 4 to 6 of a decision: how to compose an iteration from the work at hand. Pure: reads requests, changes nothing.
+"""Steps 4 to 6 of a decision: how to compose an iteration from the work at hand.
 
 Every candidate is worth the milliseconds that the same work would take without offloading (a decode at the full device
 cache's rate, a prefill by itself), so worth / time is the speed-up over device-only that the iteration achieves. This
@@ -11,32 +11,17 @@ is at an end of that range: all that hide, or all there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+from neo_compile.runtime.composition import Composition, Prices, kv_tokens_of
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
 from neo_compile.runtime.decision import Work
+from neo_compile.runtime.hiding import HostDecodes
 from neo_compile.runtime.plan import ScheduledPrefill, Strategy, SubBatch
-from neo_compile.runtime.request import Tier
 from neo_compile.runtime.scheduler_config import SchedulerConfig
 
 _MAX_LEARNT_MARGIN = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What work is worth, in milliseconds of an iteration.
-
-    Attributes:
-        decode_ms: one decoded token.
-        prefill_ms_per_token: the linear stages of one prompt token among many.
-        host_prefill_factor: how much more a prefill is worth that fills the host cache.
-    """
-
-    decode_ms: float
-    prefill_ms_per_token: float
-    host_prefill_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +39,20 @@ class Candidate:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class Composition:
-    """The iteration as chosen; no sub-batches if there is no work."""
+class GreedyComposer:
+    """A `Composer` that takes the candidate with the most worth / time."""
 
-    strategy: Strategy
-    sub_batches: tuple[SubBatch, ...]
-    predicted_ms: float
+    def __init__(self, cost_model: CostModel, config: SchedulerConfig) -> None:
+        self.cost_model = cost_model
+        self.config = config
+
+    def compose(self, work: Work, prices: Prices) -> Composition:
+        """The best way to run `work`: the device-only plan unless another is better by a margin."""
+        choice = _Choice(work, self.cost_model, prices, self.config)
+        return choice.choose(choice.place_host_decodes(choice.trim_host_prefills()))
 
 
-class Composer:
+class _Choice:
     """Candidates for one `Work`, and the best of them."""
 
     def __init__(self, work: Work, cost_model: CostModel, prices: Prices, config: SchedulerConfig) -> None:
@@ -72,7 +61,7 @@ class Composer:
         self.prices = prices
         self.config = config
         self.strategies = config.allowed_strategies
-        self._kv_tokens = [0, *accumulate(request.num_tokens for request in work.host_decodes)]
+        self._host = HostDecodes(work.host_decodes, cost_model)
         self._base = self._base_loads()
         self._worth = self._base_worth()
 
@@ -85,49 +74,18 @@ class Composer:
         num_decodes = self._num_decodes_in_budget(num_prefills)
         candidates = []
         if Strategy.UNSPLIT in self.strategies:
-            device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
-            hidden = self._num_hidden(0, num_decodes, device_ms)
+            hidden = self._host.num_hidden_unsplit(base, num_decodes)
             for num in {max(hidden, self.work.num_overdue_decodes), num_decodes}:
-                candidates.append(self._evaluate(Strategy.UNSPLIT, num_prefills, 0, num))
+                candidates.append(self._evaluate_unsplit(num_prefills, num))
         if Strategy.PIPELINED in self.strategies:
-            splits = [self._split_evenly_loaded(base, num_decodes)]
-            hidden_split = self._fill_slack(base, num_decodes)
+            splits = [self._host.split_evenly_loaded(base, num_decodes)]
+            hidden_split = self._host.fill_slack(base, num_decodes)
             if sum(hidden_split) >= self.work.num_overdue_decodes:
                 splits.append(hidden_split)
             for num_batch_1, num_batch_0 in set(splits):
                 if num_batch_1 and base.num_tokens + num_batch_0:
                     candidates.append(self._evaluate(Strategy.PIPELINED, num_prefills, num_batch_1, num_batch_0))
         return candidates
-
-    def _fill_slack(self, base: SubBatchLoad, limit: int) -> tuple[int, int]:
-        """The most host decodes under the hiding constraints T_l0 >= T_ca1 and T_l1 + T_ga0 >= T_ca0.
-
-        Each sub-batch's host decodes lengthen its own linear stage, which gives the other's more room: a few rounds
-        reach the fixed point.
-        """
-        device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
-        num_batch_1 = num_batch_0 = 0
-        for _ in range(3):
-            before = (num_batch_1, num_batch_0)
-            num_batch_1 = self._num_hidden(0, limit, self.cost_model.linear_ms(base.num_tokens + num_batch_0))
-            room_ms = self.cost_model.linear_ms(num_batch_1) + device_ms
-            num_batch_0 = self._num_hidden(num_batch_1, limit, room_ms)
-            if (num_batch_1, num_batch_0) == before or num_batch_1 + num_batch_0 == limit:
-                break
-        return num_batch_1, num_batch_0
-
-    def _split_evenly_loaded(self, base: SubBatchLoad, num: int) -> tuple[int, int]:
-        """All `num` host decodes, split so that both sub-batches' host attention is exposed (or hidden) alike."""
-        device_ms = base.prefill_attention_ms + self._device_decode_ms(base)
-        linear_ms = self.cost_model.linear_ms
-
-        def leans_on_batch_0(num_batch_1: int) -> bool:
-            exposed_1 = self._host_ms(0, num_batch_1) - linear_ms(base.num_tokens + num - num_batch_1)
-            exposed_0 = self._host_ms(num_batch_1, num) - linear_ms(num_batch_1) - device_ms
-            return exposed_1 <= exposed_0
-
-        num_batch_1 = max(self._largest(num, leans_on_batch_0), min(1, num))
-        return num_batch_1, num - num_batch_1
 
     def trim_host_prefills(self) -> list[int]:
         """Step 5: how many host-bound prefills to look at: all, the fewest that hide every host decode, the least.
@@ -143,7 +101,7 @@ class Composer:
             while low < high:
                 middle = (low + high) // 2
                 limit = self._num_decodes_in_budget(middle)
-                if sum(self._fill_slack(self._base[middle], limit)) == limit:
+                if sum(self._host.fill_slack(self._base[middle], limit)) == limit:
                     high = middle
                 else:
                     low = middle + 1
@@ -160,14 +118,14 @@ class Composer:
             bar = device_only_score * (1.0 + self._margin(candidate.strategy))
             if candidate.score > bar and (best is None or candidate.score > best.score):
                 best = candidate
-        best = best or self._evaluate_unsplit()
+        if best is None:  # no allowed strategy can run what there is (a lone request cannot be split)
+            num_prefills = len(self.work.host_prefills)
+            best = self._evaluate_unsplit(num_prefills, self._num_decodes_in_budget(num_prefills))
         sub_batches = self._sub_batches(best)
         return Composition(best.strategy, sub_batches, best.predicted_ms if sub_batches else 0.0)
 
-    def _evaluate_unsplit(self) -> Candidate:
-        """Everything in one sub-batch, where no allowed strategy can run it (a lone request cannot be split)."""
-        num_prefills = len(self.work.host_prefills)
-        num_decodes = self._num_decodes_in_budget(num_prefills)
+    def _evaluate_unsplit(self, num_prefills: int, num_decodes: int) -> Candidate:
+        """One sub-batch; without anything on the host it is the device-only plan, and is called so."""
         strategy = Strategy.UNSPLIT if num_prefills or num_decodes else Strategy.DEVICE_ONLY
         return self._evaluate(strategy, num_prefills, 0, num_decodes)
 
@@ -194,21 +152,17 @@ class Composer:
 
     def _evaluate(self, strategy: Strategy, num_prefills: int, num_batch_1: int, num_batch_0: int) -> Candidate:
         num = num_batch_1 + num_batch_0
-        kv_tokens = self._kv_tokens
         batch_0 = self._base[num_prefills]
         if num_batch_0:
             batch_0 = batch_0._replace(
                 num_tokens=batch_0.num_tokens + num_batch_0,
                 num_host_decodes=num_batch_0,
-                host_kv_tokens=kv_tokens[num] - kv_tokens[num_batch_1],
+                host_kv_tokens=self._host.kv_tokens(num_batch_1, num),
             )
         loads = [batch_0]
         if strategy is Strategy.PIPELINED:
-            loads.append(
-                SubBatchLoad(
-                    num_tokens=num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens[num_batch_1]
-                )
-            )
+            kv_tokens = self._host.kv_tokens(0, num_batch_1)
+            loads.append(SubBatchLoad(num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens))
         predicted_ms = self.cost_model.iteration_ms(strategy, loads, self.work.num_swapped_blocks)
         worth = self._worth[num_prefills] + num * self.prices.decode_ms
         return Candidate(
@@ -223,7 +177,7 @@ class Composer:
             num_tokens=sum(prefill.num_tokens for prefill in work.device_prefills) + len(work.device_decodes),
             prefill_attention_ms=attention_ms((p.start, p.num_tokens) for p in work.device_prefills),
             num_device_decodes=len(work.device_decodes),
-            device_kv_tokens=sum(request.num_tokens for request in work.device_decodes),
+            device_kv_tokens=kv_tokens_of(work.device_decodes),
         )
         loads = [load]
         for prefill in work.host_prefills:
@@ -252,55 +206,3 @@ class Composer:
 
     def _num_decodes_in_budget(self, num_prefills: int) -> int:
         return min(len(self.work.host_decodes), self.work.max_tokens - self._base[num_prefills].num_tokens)
-
-    def _device_decode_ms(self, base: SubBatchLoad) -> float:
-        return self.cost_model.device_decode_ms(base.num_device_decodes, base.device_kv_tokens)
-
-    def _host_ms(self, first: int, last: int) -> float:
-        """Host attention of `host_decodes[first:last]`."""
-        return self.cost_model.host_attention_ms(last - first, self._kv_tokens[last] - self._kv_tokens[first])
-
-    def _num_hidden(self, first: int, limit: int, room_ms: float) -> int:
-        """How many of `host_decodes[first:limit]`, from the first, have their attention done in `room_ms`."""
-        return self._largest(limit - first, lambda num: self._host_ms(first, first + num) <= room_ms)
-
-    @staticmethod
-    def _largest(limit: int, is_allowed: Callable[[int], bool]) -> int:
-        """The largest number up to `limit` that is allowed; allowed means all smaller ones (but 0) are too."""
-        if limit <= 0 or is_allowed(limit):
-            return max(limit, 0)
-        low, high = 0, limit
-        while high - low > 1:
-            middle = (low + high) // 2
-            if is_allowed(middle):
-                low = middle
-            else:
-                high = middle
-        return low
-
-
-def compose_symmetric(work: Work, cost_model: CostModel) -> Composition:
-    """Everything, in two sub-batches of the same mixture; one if there is a single request."""
-    prefills = (*work.device_prefills, *work.host_prefills)
-    halves = [
-        SubBatch(tuple(prefills[half::2]), tuple(work.device_decodes[1 - half :: 2]), tuple(work.host_decodes[half::2]))
-        for half in (0, 1)
-    ]
-    sub_batches = tuple(half for half in halves if half.num_requests)
-    strategy = Strategy.PIPELINED if len(sub_batches) == 2 else Strategy.UNSPLIT
-    loads = [load_of(sub_batch, cost_model, work.block_size) for sub_batch in sub_batches]
-    predicted_ms = cost_model.iteration_ms(strategy, loads, work.num_swapped_blocks) if loads else 0.0
-    return Composition(strategy, sub_batches, predicted_ms)
-
-
-def load_of(sub_batch: SubBatch, cost_model: CostModel, block_size: int) -> SubBatchLoad:
-    """What the time of a finished sub-batch depends on."""
-    return SubBatchLoad(
-        num_tokens=sub_batch.num_tokens,
-        prefill_attention_ms=cost_model.prefill_attention_ms((p.start, p.num_tokens) for p in sub_batch.prefills),
-        num_device_decodes=len(sub_batch.device_decodes),
-        device_kv_tokens=sum(request.num_tokens for request in sub_batch.device_decodes),
-        num_host_decodes=len(sub_batch.host_decodes),
-        host_kv_tokens=sum(request.num_tokens for request in sub_batch.host_decodes),
-        leaving_blocks=sum(-(-p.num_tokens // block_size) for p in sub_batch.prefills if p.tier is Tier.HOST),
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from neo_compile.runtime.plan import ScheduledPrefill, Swap
-from neo_compile.runtime.request import Request
+from neo_compile.runtime.queues import Census
+from neo_compile.runtime.request import Request, Tier
 
 
 @dataclass(slots=True)
@@ -37,7 +38,8 @@ class Decision:
     """The work, the moves that are already made, and what is left of the budgets.
 
     Attributes:
-        under_way: admitted requests whose prefill goes on, in both tiers.
+        census: who is in each tier, as the moves made so far leave it.
+        overdue_before: a request that has not advanced since before this iteration must run.
         num_free_tokens: token budget after the decodes and the prefills placed so far.
         num_free_host_blocks, num_host_residents, host_kv_tokens: the host tier as it will be if every host-bound
             prefill placed so far is kept.
@@ -46,13 +48,23 @@ class Decision:
 
     iteration: int
     work: Work
+    census: dict[Tier, Census]
+    overdue_before: int = 0
     swap_outs: list[Swap] = field(default_factory=list)
     swap_ins: list[Swap] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
-    under_way: list[Request] = field(default_factory=list)
     num_free_tokens: int = 0
     num_free_host_blocks: int = 0
     num_host_residents: int = 0
     host_kv_tokens: int = 0
     host_emptiness: float = 0.0
+
+    def is_overdue(self, request: Request) -> bool:
+        """Whether `request` has waited as long as it may while it could have run."""
+        return 0 <= request.last_advanced < self.overdue_before
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any request has left its tier in this decision."""
+        return bool(self.swap_outs or self.swap_ins or self.preempted or self.finished)

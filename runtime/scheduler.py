@@ -19,13 +19,15 @@ from operator import attrgetter
 from neo_compile.errors import CapacityError, NeoError
 from neo_compile.runtime.admission import Admission
 from neo_compile.runtime.block_pool import BlockPool
-from neo_compile.runtime.composer import Composer, Composition, Prices, compose_symmetric, load_of
+from neo_compile.runtime.composer import GreedyComposer
+from neo_compile.runtime.composition import Composer, Composition, Prices, load_of
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
 from neo_compile.runtime.decision import Decision, Work
 from neo_compile.runtime.plan import IterationPlan, Strategy
-from neo_compile.runtime.queues import Queues
+from neo_compile.runtime.queues import Census, Queues
 from neo_compile.runtime.request import FinishReason, Request, RequestStatus, Tier
 from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
+from neo_compile.runtime.symmetric import SymmetricComposer
 from neo_compile.runtime.tiering import Tiering
 
 _MAX_EMPTY_ITERATIONS = 8
@@ -52,6 +54,9 @@ class Scheduler:
         self.iteration = 0
         self._tiering = Tiering(config, self.queues)
         self._admission = Admission(config, self.queues, cost_model)
+        self._composer: Composer = (
+            SymmetricComposer(cost_model) if self.policy.splits_evenly else GreedyComposer(cost_model, config)
+        )
         self._num_added = 0
         self._num_empty_iterations = 0
         self._mean_context = 0.0  # tokens of a running request
@@ -90,13 +95,7 @@ class Scheduler:
         decision = self._initialise()
         self._schedule_device_decodes(decision)
         self._schedule_prefills(decision)
-        if self.policy.splits_evenly:
-            composition = compose_symmetric(decision.work, self.cost_model)
-        else:
-            composer = Composer(decision.work, self.cost_model, self._prices(decision.host_emptiness), self.config)
-            prefill_counts = composer.trim_host_prefills()
-            candidates = composer.place_host_decodes(prefill_counts)
-            composition = composer.choose(candidates)
+        composition = self._composer.compose(decision.work, self._prices(decision.host_emptiness))
         return self._commit(decision, composition)
 
     def complete(
@@ -148,25 +147,35 @@ class Scheduler:
         """
         self.iteration += 1
         budget, block_size = self.config.max_num_batched_tokens, self.queues.pools[Tier.DEVICE].block_size
-        decision = Decision(self.iteration, Work(max_tokens=budget, block_size=block_size), num_free_tokens=budget)
-        max_request_tokens = self._admission.max_request_blocks * block_size
-        running = self.queues.list_running()
-        num_tokens = [request.num_tokens for request in running]
-        if running:
-            mean = sum(num_tokens) / len(running)
+        work = Work(max_tokens=budget, block_size=block_size)
+        decision = Decision(
+            self.iteration,
+            work,
+            self._count(),
+            overdue_before=self.iteration - self.config.max_idle_iterations,
+            num_free_tokens=budget,
+        )
+        if num_running := self.queues.num_running:
+            mean = sum(census.kv_tokens for census in decision.census.values()) / num_running
             self._mean_context += (mean - self._mean_context) * (_CONTEXT_SMOOTHING if self._mean_context else 1.0)
-        if max(num_tokens, default=0) > max_request_tokens:
-            self._finish_outgrown(decision, running, max_request_tokens)
-        self._finish_outgrown(decision, self.queues.list_preempted(), max_request_tokens)
+        self._finish_outgrown(decision)
         if self.policy.computes_on_host:
             self._tiering.grow_or_evict(decision, Tier.HOST)
         return decision
 
-    def _finish_outgrown(self, decision: Decision, requests: list[Request], max_tokens: int) -> None:
-        for request in requests:
+    def _count(self) -> dict[Tier, Census]:
+        return {tier: self.queues.count(tier) for tier in Tier}
+
+    def _finish_outgrown(self, decision: Decision) -> None:
+        """Ends requests that need more blocks than any tier has: decodes about to grow, or preempted ones."""
+        max_tokens = self._admission.max_request_blocks * decision.work.block_size
+        growing = [request for census in decision.census.values() for request in census.growing]
+        for request in (*growing, *self.queues.list_preempted()):
             if request.num_tokens > max_tokens:
                 self.queues.finish(request, "cache_full")
                 decision.finished.append(request)
+        if decision.finished:
+            decision.census = self._count()
 
     def _schedule_device_decodes(self, decision: Decision) -> None:
         """Step 2: all device decodes run; the newest leave while they do not fit, or else host requests come back."""
@@ -174,19 +183,13 @@ class Scheduler:
         self._tiering.swap_in(decision)
         work = decision.work
         work.num_swapped_blocks = sum(swap.num_blocks for swap in (*decision.swap_outs, *decision.swap_ins))
-        work.device_decodes = self._decodes(decision, Tier.DEVICE)
-        host_decodes = self._decodes(decision, Tier.HOST)
+        if decision.has_moved:
+            decision.census = self._count()
+        work.device_decodes = decision.census[Tier.DEVICE].decodes
         if self.policy.computes_on_host:
-            work.host_decodes = sorted(host_decodes, key=attrgetter("last_advanced", "sequence_number"))
-            work.num_overdue_decodes = sum(1 for _ in takewhile(self._is_overdue, work.host_decodes))
+            work.host_decodes = sorted(decision.census[Tier.HOST].decodes, key=attrgetter("last_advanced"))
+            work.num_overdue_decodes = sum(1 for _ in takewhile(decision.is_overdue, work.host_decodes))
         decision.num_free_tokens -= len(work.device_decodes) + len(work.host_decodes)
-
-    def _decodes(self, decision: Decision, tier: Tier) -> list[Request]:
-        """A tier's decodes; its prefills go to `decision.under_way`."""
-        decodes: list[Request] = []
-        for request in self.queues.running[tier].values():
-            (decision.under_way if request.is_prefilling else decodes).append(request)
-        return decodes
 
     def _schedule_prefills(self, decision: Decision) -> None:
         """Step 3: prefills under way go on in their tier; then the waiting queue in order, device first."""
@@ -195,8 +198,8 @@ class Scheduler:
         self._admission.continue_prefills(decision)
         self._admission.admit_waiting(decision)
         work = decision.work
-        work.host_prefills.sort(key=lambda prefill: not self._is_overdue(prefill.request))
-        work.num_overdue_prefills = sum(self._is_overdue(prefill.request) for prefill in work.host_prefills)
+        work.host_prefills.sort(key=lambda prefill: not decision.is_overdue(prefill.request))
+        work.num_overdue_prefills = sum(decision.is_overdue(prefill.request) for prefill in work.host_prefills)
 
     def _commit(self, decision: Decision, composition: Composition) -> IterationPlan:
         """Admits the host-bound prefills that were kept."""
@@ -247,9 +250,6 @@ class Scheduler:
                 self.cost_model.observe_part(part, predicted_parts[part], part_ms)
         if measured_ms is not None:
             self.cost_model.observe(plan.strategy, plan.predicted_ms, measured_ms)
-
-    def _is_overdue(self, request: Request) -> bool:
-        return 0 <= request.last_advanced < self.iteration - self.config.max_idle_iterations
 
     def _prices(self, host_emptiness: float) -> Prices:
         """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone."""

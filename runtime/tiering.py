@@ -6,6 +6,8 @@ leave first, so the oldest always advances and each one finishes in turn.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from neo_compile.runtime.decision import Decision
 from neo_compile.runtime.queues import Queues
 from neo_compile.runtime.request import Request, Tier
@@ -26,20 +28,15 @@ class Tiering:
     def grow_or_evict(self, decision: Decision, tier: Tier) -> None:
         """Gives each decode of a tier the block of its next token; the newest leave until there are enough."""
         queues, pool = self.queues, self.queues.pools[tier]
-        growing: dict[str, int] = {}
-        for request in queues.running[tier].values():
-            num_missing_tokens = request.num_tokens - len(request.block_ids) * pool.block_size
-            if num_missing_tokens > 0 and not request.is_prefilling:
-                growing[request.request_id] = pool.num_blocks_for(num_missing_tokens)
-        need = sum(growing.values())
-        if need > pool.num_free:
-            newest_last = sorted(queues.running[tier].values(), key=lambda request: request.sequence_number)
-            while need > pool.num_free:
+        growing = dict.fromkeys(decision.census[tier].growing)
+        if len(growing) > pool.num_free:
+            newest_last = sorted(queues.running[tier].values(), key=attrgetter("sequence_number"))
+            while len(growing) > pool.num_free:
                 victim = newest_last.pop()
-                need -= growing.pop(victim.request_id, 0)
+                growing.pop(victim, None)
                 self._evict(decision, victim)
-        for request_id, missing in growing.items():
-            queues.grow(queues.running[tier][request_id], missing)
+        for request in growing:
+            queues.grow(request)
 
     def _evict(self, decision: Decision, victim: Request) -> None:
         """From the device to the host where the policy and the space allow; otherwise dropped and recomputed."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from neo_compile.runtime.block_pool import BlockPool
-from neo_compile.runtime.composer import load_of
+from neo_compile.runtime.composition import load_of
 from neo_compile.runtime.cost_model import AnalyticCostModel, CostModel
 from neo_compile.runtime.plan import IterationPlan, Strategy
 from neo_compile.runtime.request import Request, Tier
@@ -101,6 +101,7 @@ class VirtualEngine:
         self.scheduler.check_integrity()
         assert not (plan.swap_outs and plan.swap_ins)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert self.scheduler.num_running <= self.config.max_num_seqs
         requests = list(plan.requests)
         assert len({request.request_id for request in requests}) == len(requests)
         assert len(plan.sub_batches) <= 2
@@ -109,6 +110,8 @@ class VirtualEngine:
             assert all(sub_batch.num_requests for sub_batch in plan.sub_batches)
         if plan.strategy is Strategy.DEVICE_ONLY:
             assert all(request.tier is Tier.DEVICE for request in requests)
+        if plan.strategy is Strategy.UNSPLIT:
+            assert any(request.tier is Tier.HOST for request in requests)
         for sub_batch in plan.sub_batches:
             for prefill in sub_batch.prefills:
                 request = prefill.request

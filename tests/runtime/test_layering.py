@@ -32,7 +32,10 @@ POLICY_FILES = (
     "decision",
     "tiering",
     "admission",
+    "composition",
+    "hiding",
     "composer",
+    "symmetric",
     "scheduler",
 )
 
