@@ -66,7 +66,9 @@ void AttentionWork::run(int32_t index, AlignedBuffer& scratch) {
   span.block_size = shape_.block_size;
   span.token_begin = task.token_begin;
   span.token_end = task.token_end;
+  span.q_scale = call_.softcap > 0 ? call_.scale / call_.softcap : call_.scale * kLog2e;
   span.softcap = call_.softcap * kLog2e;
+  span.q_is_bf16 = call_.q.dtype == NEO_BF16;
   kernels_.span[call_.cache.dtype](&span);
 
   if (task.partial < 0) return finish(task.request, partial, 1);
@@ -99,11 +101,10 @@ void AttentionWork::append(int32_t request, float* row) const {
 }
 
 void AttentionWork::load_q(int32_t request, float* q) const {
-  const float scale = call_.softcap > 0 ? call_.scale / call_.softcap : call_.scale * kLog2e;
   for (int32_t h = 0; h < shape_.num_q_heads; ++h) {
     float* row = q + static_cast<int64_t>(h) * q_stride_;
     std::fill(row + q_stride_ - 16, row + q_stride_, 0.0f);
-    kernels_.load_row(call_.q.row(request, h), call_.q.dtype, scale, row, shape_.head_dim_k);
+    kernels_.load_row(call_.q.row(request, h), call_.q.dtype, 1.0f, row, shape_.head_dim_k);
   }
 }
 

@@ -7,8 +7,10 @@
 //     k + (block * k_block_stride + h * k_head_stride + row * k_token_stride) elements; head_dim is contiguous; V
 //     likewise. Nothing outside the span's tokens may be read (free blocks are NaN-poisoned in tests); block products
 //     need 64-bit integers.
-//  3. Query head h reads KV head h / (num_q_heads / num_kv_heads). q is fp32, already multiplied by scale, in LOG2
-//     units: without softcap dot(q, k) is the base-2 logit; with softcap > 0 it is softcap * tanh(dot(q, k)).
+//  3. Query head h reads KV head h / (num_q_heads / num_kv_heads). q is fp32, not scaled: x = q_scale * dot(q, k) is
+//  the
+//     base-2 logit, or with softcap > 0 it is softcap * tanh(x). q_is_bf16 says that every value of q is a bf16, so
+//     that a kernel may multiply in bf16 and loses nothing.
 //  4. The kernel always writes a partial: m[h] = max logit (-inf if none), l[h] = sum 2^(s - m), acc[h] = sum 2^(s - m)
 //  v,
 //     fp32, not normalised; m = -inf means l = 0 and acc = 0 (never NaN). Sinks, merging, division and conversion to
@@ -44,7 +46,9 @@ struct NeoSpan {
   int32_t q_stride, acc_stride;
   int32_t block_size;
   int32_t token_begin, token_end;
+  float q_scale;
   float softcap;  // log2 units, 0 = none
+  int32_t q_is_bf16;
 };
 
 typedef void (*NeoSpanFn)(const struct NeoSpan* span);

@@ -60,7 +60,9 @@ struct NeoSpan {  // as in kernel.h
   int32 q_stride, acc_stride;
   int32 block_size;
   int32 token_begin, token_end;
+  float q_scale;
   float softcap;
+  int32 q_is_bf16;
 };
 
 // Rows of a chunk relative to KV head 0. Entries past the last token repeat it, so that whole tiles can be read.
@@ -196,8 +198,8 @@ template <typename T> static unmasked void attend_span(const uniform NeoSpan *un
       if (i < span->q_stride) a = from[i + programIndex];  // q's rows are padded to 16, these to a pair
       if (i + PC < span->q_stride) b = from[i + PC + programIndex];
       to_pair_order(k, a, b);
-      to[i + programIndex] = a;
-      to[i + PC + programIndex] = b;
+      to[i + programIndex] = a * span->q_scale;
+      to[i + PC + programIndex] = b * span->q_scale;
     }
     for (uniform int i = 0; i < acc_stride; i += PC) acc[(uniform int64)h * acc_stride + i + programIndex] = 0;
     l[h * PC + programIndex] = 0;

@@ -161,11 +161,14 @@ inline void accumulate_tile(const float* p, const float* const* v, int32_t padde
   }
 }
 
-// scores [kChunk], the first n of them logits -> probabilities in place (0 from n on); updates m, l and rescales acc.
-inline void softmax_update(float* scores, int32_t n, float softcap, float* m, float* l, float* acc,
+// scores [kChunk], the first n of them dot products -> probabilities in place (0 from n on); updates m, l and rescales
+// acc.
+inline void softmax_update(float* scores, int32_t n, float scale, float softcap, float* m, float* l, float* acc,
                            int32_t padded_dim) {
-  if (softcap > 0)
-    for (int32_t i = 0; i < n; i += kLanes) store(softcap * tanh_lanes(load(scores + i)), scores + i);
+  for (int32_t i = 0; i < n; i += kLanes) {
+    const Vec x = scale * load(scores + i);
+    store(softcap > 0 ? softcap * tanh_lanes(x) : x, scores + i);
+  }
   for (int32_t i = n; i < kChunk; ++i) scores[i] = -kInf;
   Vec top = splat(-kInf);
   for (int32_t i = 0; i < kChunk; i += kLanes) {
@@ -209,7 +212,7 @@ inline void attend_chunk(const NeoSpan& s, const Rows<T>& k, const Rows<T>& v, i
       if (g < group) dot_tile<1>(q + g * s.q_stride, s.q_stride, rows, k_dim, out + g * kChunk);
     }
     for (int32_t g = 0; g < group; ++g)
-      softmax_update(scores + g * kChunk, end - begin, s.softcap, s.m + first + g, s.l + first + g,
+      softmax_update(scores + g * kChunk, end - begin, s.q_scale, s.softcap, s.m + first + g, s.l + first + g,
                      acc + g * s.acc_stride, v_dim);
     for (int32_t t = begin; t < end; t += kRows) {
       v.load_tile(h, t, end, buffer, s.acc_stride, rows);
