@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from neo_compile.attention import AttentionSite
-from neo_compile.host_attention import Ticket
 from neo_compile.runtime.batch import (
     BatchLayout,
     BatchTensors,
@@ -29,12 +28,12 @@ from neo_compile.runtime.batch import (
     build_batch,
     sampling_requests,
 )
-from neo_compile.runtime.device import Device
+from neo_compile.runtime.device import Device, Ticket
 from neo_compile.runtime.kv_cache import KVCache
-from neo_compile.runtime.plan import IterationPlan
+from neo_compile.runtime.plan import IterationPlan, Swap
 from neo_compile.runtime.prefill import attend_chunk
 from neo_compile.runtime.request import Request, Tier
-from neo_compile.runtime.swap import start_swaps, wait_swaps
+from neo_compile.runtime.swap import LayerCopies
 from neo_compile.runtime.timeline import Timeline
 from neo_compile.staged import StagedModel
 
@@ -89,10 +88,11 @@ class _Begun:
 class SubBatchAttention:
     """The attention handler of one sub-batch: begins host rows on the host pool, computes device rows, then waits."""
 
-    def __init__(self, executor: Executor, batch: BatchTensors, index: int) -> None:
+    def __init__(self, executor: Executor, batch: BatchTensors, index: int, copies: LayerCopies) -> None:
         self._executor = executor
         self._batch = batch
         self._index = index
+        self._copies = copies
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
         self.device_attention_ns = 0
         self.host_attention_ns = 0
@@ -108,8 +108,9 @@ class SubBatchAttention:
         sinks: torch.Tensor | None,
     ) -> _Begun:
         """Store this site's K and V, start the host rows' attention, and compute the device rows'."""
-        executor, batch = self._executor, self._batch
-        wait_swaps(executor.pending_swaps, executor.device.host_pool)
+        batch = self._batch
+        if not self._copies.is_done:
+            self._wait_copies(site.index)
         out = self._output(site, q_THD)
         rows = _SiteRows(site, q_THD, k_THD, v_THD, None if sinks is None else sinks.float(), out)
         host_ticket = None
@@ -121,7 +122,7 @@ class SubBatchAttention:
             self._prefill(chunk, rows)
         if batch.device_decodes is not None:
             ticket = self._submit(Tier.DEVICE, batch.device_decodes, rows)
-            executor.device.attention_pool.wait(ticket)
+            ticket.wait()
         if batch.prefills or batch.device_decodes is not None:
             end_ns = time.perf_counter_ns()
             self.device_attention_ns += end_ns - start_ns
@@ -133,7 +134,7 @@ class SubBatchAttention:
         ticket = begun.host_ticket
         if ticket is not None:
             start_ns = time.perf_counter_ns()
-            self._executor.device.host_pool.wait(ticket)
+            ticket.wait()
             self._in_flight = None
             end_ns = time.perf_counter_ns()
             self.wait_ns += end_ns - start_ns
@@ -145,8 +146,16 @@ class SubBatchAttention:
     def drain(self) -> None:
         """After a failure: wait for host attention that nobody will finish, while its tensors are alive."""
         if self._in_flight is not None:
-            self._executor.device.host_pool.wait(self._in_flight)
+            self._in_flight.wait()
             self._in_flight = None
+
+    def _wait_copies(self, layer: int) -> None:
+        """Wait for the block copies of `layer`: this layer's KV is read and written from here on."""
+        start_ns = time.perf_counter_ns()
+        self._copies.wait(layer)
+        end_ns = time.perf_counter_ns()
+        self.wait_ns += end_ns - start_ns
+        self._record("device", "wait", layer, start_ns, end_ns)
 
     def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
         """Record one linear stage (called by the staged model when a timeline is attached)."""
@@ -211,7 +220,6 @@ class Executor:
         self.caches = caches
         self.timeline: Timeline | None = None
         self.iteration = 0
-        self.pending_swaps: list[Ticket] = []
         self.layout = BatchLayout(
             block_size=caches[Tier.DEVICE].block_size,
             num_threads={
@@ -224,25 +232,24 @@ class Executor:
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Run `plan` and return the logits of the requests that sample. Call inside `device.launching()`."""
         start_ns = time.perf_counter_ns()
-        swaps = (*plan.swap_outs, *plan.swap_ins)
-        copies = start_swaps(swaps, self.caches, self.device.host_pool, self.device.swap_gbps)
+        copies = self._start_swaps((*plan.swap_outs, *plan.swap_ins))
         sub_batches = [sub_batch for sub_batch in plan.sub_batches if sub_batch.num_requests]
         requests = tuple(request for sub_batch in sub_batches for request in sampling_requests(sub_batch))
         try:
             batches = [build_batch(sub_batch, self.layout) for sub_batch in sub_batches]
         except BaseException:
-            wait_swaps(copies, self.device.host_pool)
+            copies.finish()
             raise
         logits, times = self.run_batches(batches, copies, start_ns=start_ns)
         return IterationResult(requests, logits, times)
 
     def run_batches(
-        self, batches: Sequence[BatchTensors], copies: Sequence[Ticket] = (), *, start_ns: int | None = None
+        self, batches: Sequence[BatchTensors], copies: LayerCopies | None = None, *, start_ns: int | None = None
     ) -> tuple[torch.Tensor, IterationTimes]:
         """Run one or two sub-batches as one iteration. Call inside `device.launching()`.
 
         Args:
-            copies: block copies already submitted to the host pool; they end before the first attention.
+            copies: block copies that each layer's attention waits for; all are done when this returns.
             start_ns: when the iteration began, of `time.perf_counter_ns`; None is now.
 
         Returns:
@@ -250,19 +257,30 @@ class Executor:
         """
         self.iteration += 1
         start_ns = time.perf_counter_ns() if start_ns is None else start_ns
-        self.pending_swaps = list(copies)
-        handlers = [SubBatchAttention(self, batch, index) for index, batch in enumerate(batches)]
+        copies = self._start_swaps(()) if copies is None else copies
+        handlers = [SubBatchAttention(self, batch, index, copies) for index, batch in enumerate(batches)]
         try:
-            logits = self._run(batches, handlers)
+            logits = self._run(batches, handlers, copies)
         finally:
             for handler in handlers:
                 handler.drain()
-            wait_swaps(self.pending_swaps, self.device.host_pool)
+            copies.finish()
         end_ns = time.perf_counter_ns()
         self._record_copies(copies)
         return logits, _times(handlers, end_ns - start_ns)
 
-    def _run(self, batches: Sequence[BatchTensors], handlers: list[SubBatchAttention]) -> torch.Tensor:
+    def _start_swaps(self, swaps: Sequence[Swap]) -> LayerCopies:
+        return LayerCopies.of_swaps(
+            swaps,
+            self.caches,
+            self.device.host_pool,
+            self.device.swap_gbps,
+            poisons_source=self.device.poisons_freed_blocks,
+        )
+
+    def _run(
+        self, batches: Sequence[BatchTensors], handlers: list[SubBatchAttention], copies: LayerCopies
+    ) -> torch.Tensor:
         """Drive the sub-batches' coroutines in turn until all have ended; their wanted logits, [R, vocab]."""
         running = dict(enumerate(self._coroutine(b, h) for b, h in zip(batches, handlers, strict=True)))
         outputs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
@@ -274,6 +292,7 @@ class Executor:
                     except StopIteration as stop:
                         outputs[index] = stop.value[0][0, : batches[index].num_logits]
                         del running[index]
+                copies.submit_next()  # all host attention of this layer is ahead of it in the queue
         finally:
             for coroutine in running.values():
                 coroutine.close()
@@ -292,9 +311,9 @@ class Executor:
             on_stage=handler.on_stage if self.timeline is not None else None,
         )
 
-    def _record_copies(self, copies: Sequence[Ticket]) -> None:
+    def _record_copies(self, copies: LayerCopies) -> None:
         if self.timeline is not None:
-            for layer, ticket in enumerate(copies):
+            for layer, ticket in enumerate(copies.tickets):
                 self.timeline.add("host", f"copy {layer}", "copy", ticket.start_ns, ticket.end_ns, self.iteration)
 
 

@@ -4,7 +4,7 @@
                 host   |  host attention of batch-1    | host attention of batch-0               |
 
 When a plan is returned every block it needs is allocated: `request.block_ids` is the table *after* the swaps and has
-room for the tokens of this iteration. Swaps come before the first attention of the iteration.
+room for the tokens of this iteration. A layer's KV is swapped before that layer's attention.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Swap:
     """Copy of a whole request between tiers, before the iteration: src_block_ids[i] -> dst_block_ids[i].
 
     Both lists have the same length: the blocks that hold computed KV, in order. The source blocks are already free, so
-    this iteration's tokens may be given them: every copy ends before the first attention.
+    this iteration's tokens may be given them: in each layer the copy ends before attention begins.
     """
 
     request: Request

@@ -27,9 +27,10 @@ import neo_compile
 from neo_compile import _native
 from neo_compile.attention import AttentionSite
 from neo_compile.errors import ConfigError
-from neo_compile.host_attention import WorkerPool, plan_decode
+from neo_compile.host_attention import plan_decode
 from neo_compile.paths import cache_dir
 from neo_compile.runtime.cost_tables import TableCostModel
+from neo_compile.runtime.device import Workers
 from neo_compile.runtime.executor import Executor
 from neo_compile.runtime.kv_cache import KVCache
 from neo_compile.runtime.model_info import ModelInfo
@@ -132,7 +133,7 @@ class _KernelBench:
         self._cache.pools[0].zero_()
         self._random = random.Random(0)
 
-    def decode_table(self, pool: WorkerPool) -> dict[str, Any]:
+    def decode_table(self, pool: Workers) -> dict[str, Any]:
         """Decode attention by (requests, KV tokens in all), on `pool`."""
         rows = []
         for num_requests in DECODE_REQUESTS:
@@ -144,7 +145,7 @@ class _KernelBench:
             "ms": rows,
         }
 
-    def swap_table(self, pool: WorkerPool, max_gbps: float | None) -> dict[str, list[float]]:
+    def swap_table(self, pool: Workers, max_gbps: float | None) -> dict[str, list[float]]:
         """Block copies of one layer by number of blocks, one block beside its neighbour."""
         layer, times = self._cache.pools[0], []
         for num_blocks in SWAP_BLOCKS:
@@ -152,12 +153,12 @@ class _KernelBench:
             def copy(n: int = num_blocks) -> None:
                 start = self._random.randrange(self._cache.num_blocks - 2 * n + 1)
                 pairs = np.stack([np.arange(start, start + n), np.arange(start + n, start + 2 * n)], axis=1)
-                pool.wait(pool.submit_copy(layer, layer, pairs.astype(np.int64), max_gbps=max_gbps))
+                pool.submit_copy(layer, layer, pairs.astype(np.int64), max_gbps=max_gbps).wait()
 
             times.append(_median_ms(copy))
         return {"blocks": list(map(float, SWAP_BLOCKS)), "ms": _increasing(times)}
 
-    def _decode_ms(self, pool: WorkerPool, num_requests: int, kv_tokens: int) -> float:
+    def _decode_ms(self, pool: Workers, num_requests: int, kv_tokens: int) -> float:
         site = self._site
         context_len = max(1, kv_tokens // num_requests)
         blocks_each = -(-context_len // self._block_size)
@@ -179,7 +180,7 @@ class _KernelBench:
 
         def run(decode_plan: Any) -> None:
             layer = self._cache.layer(0)
-            pool.wait(pool.submit_layer(decode_plan, layer, q, out, scale=site.scale, window=site.window))
+            pool.submit_layer(decode_plan, layer, q, out, scale=site.scale, window=site.window).wait()
 
         return _median_ms(run, setup=plan)
 

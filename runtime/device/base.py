@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from neo_compile._host_checks import IntArray
 from neo_compile.errors import ConfigError
-from neo_compile.host_attention import WorkerPool
+from neo_compile.host_attention import DecodePlan, LayerCache
 
 DEVICE_KINDS = ("auto", "emulated")
 
@@ -45,6 +46,64 @@ class DeviceConfig:
             raise ConfigError(f"DeviceConfig.swap_gbps must be positive, got {self.swap_gbps}")
 
 
+class Ticket(Protocol):
+    """Work under way. Its results, and the times, are there once `wait` has returned."""
+
+    @property
+    def start_ns(self) -> int:
+        """When it began, on the clock of `time.perf_counter_ns`."""
+        ...
+
+    @property
+    def end_ns(self) -> int:
+        """When it ended."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the work is done."""
+        ...
+
+
+class Workers(Protocol):
+    """Threads that attend and copy; `host_attention.WorkerPool` is one.
+
+    The executor relies on no order between submissions: whatever depends on an earlier one waits for its ticket first.
+    Arguments are those of `WorkerPool`'s methods of the same names.
+    """
+
+    @property
+    def parallelism(self) -> int:
+        """Threads that share one submission."""
+        ...
+
+    def submit_layer(
+        self,
+        plan: DecodePlan,
+        layer: LayerCache,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        k_new: torch.Tensor | None = None,
+        v_new: torch.Tensor | None = None,
+    ) -> Ticket:
+        """Start one layer's decode attention, which first appends k_new and v_new to the cache."""
+        ...
+
+    def submit_copy(
+        self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray, max_gbps: float | None = None
+    ) -> Ticket:
+        """Start block copies dst[pairs[i, 1]] = src[pairs[i, 0]]."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way, then end the threads. Idempotent."""
+        ...
+
+
 class Device(Protocol):
     """One device beside its host.
 
@@ -56,11 +115,13 @@ class Device(Protocol):
     torch_device: torch.device
     device_threads: int
     host_threads: int
-    attention_pool: WorkerPool
-    """Runs device decode attention (work submitted here is finished when `wait` returns, computed by device cores)."""
-    host_pool: WorkerPool
-    """Runs host decode attention and the copies between the tiers, in submission order."""
+    attention_pool: Workers
+    """Runs device decode attention, on the device's cores."""
+    host_pool: Workers
+    """Runs host decode attention and the copies between the tiers."""
     swap_gbps: float | None
+    poisons_freed_blocks: bool
+    """Whether blocks are filled with NaN once they are free, so that a late read shows (tests)."""
 
     def launching(self) -> AbstractContextManager[None]:
         """Bind the calling thread to the device's cores, and restore it afterwards."""

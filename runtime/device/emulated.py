@@ -22,7 +22,7 @@ import torch
 from neo_compile import _native
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import WorkerPool
-from neo_compile.runtime.device.base import Device, DeviceConfig
+from neo_compile.runtime.device.base import Device, DeviceConfig, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class EmulatedDevice:
     """
 
     kind = "emulated"
+    poisons_freed_blocks = False
 
     def __init__(
         self,
@@ -65,8 +66,8 @@ class EmulatedDevice:
                 len(cpus),
             )
         device_pool_cpus = cpus[1:device_threads] if self._device_cpus is not None and device_threads > 1 else None
-        self.attention_pool = WorkerPool(device_threads - 1, cpus=device_pool_cpus, participate=True)
-        self.host_pool = WorkerPool(host_threads, cpus=host_cpus)
+        self.attention_pool: Workers = WorkerPool(device_threads - 1, cpus=device_pool_cpus, participate=True)
+        self.host_pool: Workers = WorkerPool(host_threads, cpus=host_cpus)
 
     @contextmanager
     def launching(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from neo_compile.runtime.kv_cache import CacheConfig
 from neo_compile.runtime.request import Tier
 from neo_compile.runtime.sampling_params import SamplingParams
 from neo_compile.runtime.scheduler_config import SchedulerConfig
-from neo_compile.runtime.swap import start_swaps, wait_swaps
+from neo_compile.runtime.swap import LayerCopies
 
 VOCAB_SIZE = 199
 
@@ -134,8 +134,7 @@ def force_swaps(engine: Engine, random: Random, share: float = 0.4) -> int:
         num_blocks = len(request.block_ids)
         if random.random() < share and queues.pools[request.tier.other].can_allocate(num_blocks):
             swap = queues.swap(request, num_blocks, engine._scheduler.iteration)
-            copies = start_swaps([swap], executor.caches, executor.device.host_pool, None)
-            wait_swaps(copies, executor.device.host_pool)
+            LayerCopies.of_swaps([swap], executor.caches, executor.device.host_pool).finish()
             poison_free_blocks(engine)
             num_moved += 1
     return num_moved

@@ -12,7 +12,7 @@ from neo_compile.runtime.kv_cache import CacheConfig, KVCache, Slots, bytes_per_
 from neo_compile.runtime.plan import Swap
 from neo_compile.runtime.request import Request, Tier
 from neo_compile.runtime.scheduler_config import SchedulerConfig
-from neo_compile.runtime.swap import start_swaps, wait_swaps
+from neo_compile.runtime.swap import LayerCopies
 from neo_compile.runtime.tier_sizes import tier_sizes
 
 
@@ -74,11 +74,11 @@ def test_a_swap_round_trip_is_bitwise_exact(dtype, max_gbps):
     request = Request("r", [1], 1)
     with WorkerPool(1) as pool:
         out = Swap(request, Tier.DEVICE, Tier.HOST, (4, 1, 2), (8, 0, 3))
-        wait_swaps(start_swaps([out], caches, pool, max_gbps), pool)
+        LayerCopies.of_swaps([out], caches, pool, max_gbps).finish()
         for tensor in caches[Tier.DEVICE].pools:
             tensor[[4, 1, 2]] = 0
         back = Swap(request, Tier.HOST, Tier.DEVICE, (8, 0, 3), (1, 2, 4))
-        wait_swaps(start_swaps([back], caches, pool, max_gbps), pool)
+        LayerCopies.of_swaps([back], caches, pool, max_gbps).finish()
     for tensor, original in zip(caches[Tier.DEVICE].pools, originals, strict=True):
         moved = tensor[[1, 2, 4]].contiguous().view(torch.int16)
         assert torch.equal(moved, original[[4, 1, 2]].contiguous().view(torch.int16))
