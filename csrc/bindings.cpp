@@ -16,6 +16,7 @@
 #include "copy_work.h"
 #include "decode_plan.h"
 #include "kernel.h"
+#include "slowed_work.h"
 #include "thread_pool.h"
 
 namespace py = pybind11;
@@ -107,7 +108,9 @@ class Pool {
     plan->check_blocks(window_plan, window, layer.num_blocks);
     if (k_new.data != nullptr) plan->check_append();
     const neo::AttentionCall call{layer, q, out, k_new, v_new, pointer<const float>(sinks), scale, softcap};
-    return submit(std::make_unique<neo::AttentionWork>(plan, window_plan, call, kernels_), std::move(refs));
+    std::unique_ptr<neo::Work> work = std::make_unique<neo::AttentionWork>(plan, window_plan, call, kernels_);
+    if (slowdown_ > 1.0) work = std::make_unique<neo::SlowedWork>(std::move(work), slowdown_);
+    return submit(std::move(work), std::move(refs));
   }
 
   std::unique_ptr<Ticket> submit_copy(std::uintptr_t src, std::uintptr_t dst, std::int64_t block_bytes,
@@ -125,6 +128,8 @@ class Pool {
     return submit(std::make_unique<neo::ReadWork>(pointer<const char>(data), bytes, streams, pool_->parallelism()),
                   std::move(refs));
   }
+
+  void slow_attention(double factor) { slowdown_ = factor; }
 
   void close() {
     const py::gil_scoped_release release;
@@ -163,6 +168,7 @@ class Pool {
 
   const NeoKernelSet& kernels_;
   std::shared_ptr<ThreadPool> pool_;
+  double slowdown_ = 1.0;
 };
 
 neo::RowsView make_rows(std::uintptr_t data, std::int64_t request_stride, std::int64_t head_stride, int dtype) {
@@ -234,6 +240,7 @@ PYBIND11_MODULE(_C, m) {
       .def("submit_append", &Pool::submit_append)
       .def("submit_copy", &Pool::submit_copy)
       .def("submit_read", &Pool::submit_read)
+      .def("slow_attention", &Pool::slow_attention)
       .def("close", &Pool::close)
       .def_property_readonly("num_threads", &Pool::num_threads)
       .def_property_readonly("parallelism", &Pool::parallelism)

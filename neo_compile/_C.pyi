@@ -56,6 +56,7 @@ class Pool:
     def __init__(
         self, num_threads: int, cpus: Sequence[int], participate: bool, spin_ns: int, kernels: str, /
     ) -> None: ...
+    def slow_attention(self, factor: float, /) -> None: ...
     def submit_attention(
         self,
         plan: DecodePlan,

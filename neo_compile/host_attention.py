@@ -160,7 +160,8 @@ class WorkerPool:
     num_threads = 0 runs everything inside `submit`. `participate` lets the thread that waits take tasks as well, so D
     cores are D - 1 workers and the caller. `cpus` pins worker i to cpus[i % len(cpus)]; where that is not permitted
     there is a RuntimeWarning and the workers float. Idle workers spin for `spin_us`, then sleep. `isa` overrides the
-    kernels (see `_native.available_isas`).
+    kernels (see `_native.available_isas`). slowdown > 1 makes attention take that many times as long, by threads that
+    idle after each of their tasks: it plays a host whose memory is so much slower. Copies have a throttle of their own.
     """
 
     def __init__(
@@ -171,6 +172,7 @@ class WorkerPool:
         participate: bool = False,
         isa: str | None = None,
         spin_us: float = _SPIN_US,
+        slowdown: float = 1.0,
     ) -> None:
         if not 0 <= num_threads <= 4096:
             raise ValueError(f"num_threads = {num_threads} must be between 0 and 4096")
@@ -178,8 +180,12 @@ class WorkerPool:
             raise ValueError(f"cpus = {list(cpus)} must be CPU ids, at least one")
         if spin_us < 0:
             raise ValueError(f"spin_us = {spin_us} must not be negative")
+        if not 1.0 <= slowdown < 1e6:
+            raise ValueError(f"slowdown = {slowdown} must be at least 1")
         kernels = _native.isa() if isa is None else _native.resolve_isa(isa)
         self._native = _C.Pool(num_threads, list(cpus or ()), participate, int(spin_us * 1000), kernels)
+        if slowdown > 1.0:
+            self._native.slow_attention(slowdown)
         if self._native.pin_failures:
             failed = self._native.pin_failures
             warnings.warn(f"could not pin host workers to CPUs {failed}; they float", RuntimeWarning, stacklevel=2)

@@ -212,6 +212,7 @@ def _key(executor: Executor, info: ModelInfo) -> dict[str, Any]:
         "device_threads": device.device_threads,
         "host_threads": device.host_threads,
         "swap_gbps": device.swap_gbps,
+        "host_slowdown": device.host_slowdown,
         "stages": executor.staged.num_artifacts,
         "isa": _native.isa(),
         "cpu": platform.processor() or platform.machine(),

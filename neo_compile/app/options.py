@@ -64,6 +64,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-threads", type=int, metavar="N", help="cores that play the device (default: half)")
     group.add_argument("--host-threads", type=int, metavar="N", help="cores of the host side (default: the others)")
     group.add_argument(
+        "--host-slowdown",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="host attention takes X times as long: 4 plays the memory bandwidths of a GPU and its host (default: 1)",
+    )
+    group.add_argument(
         "--stages",
         default="inductor",
         choices=["inductor", "eager"],
@@ -93,6 +100,10 @@ def open_engine(model: torch.nn.Module, tokenizer: Any, args: argparse.Namespace
             max_num_batched_tokens=options["max_num_batched_tokens"],
             strategies=options.get("strategies"),
         ),
-        device=DeviceConfig(device_threads=options["device_threads"], host_threads=options["host_threads"]),
+        device=DeviceConfig(
+            device_threads=options["device_threads"],
+            host_threads=options["host_threads"],
+            host_slowdown=options["host_slowdown"],
+        ),
         stages=options["stages"],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -27,6 +28,8 @@ class DeviceConfig:
         host_threads: worker threads of host attention and of swaps. `None`: the usable cores that the device leaves.
         pin_threads: bind both sides to disjoint cores. Where binding is not allowed, a warning says so.
         swap_gbps: throttle of the copies between the tiers, GB/s, to play a link of that bandwidth. `None`: none.
+        host_slowdown: host attention takes this many times as long as it would: 4 plays the ratio of a GPU's memory
+            bandwidth to its host's.
     """
 
     kind: Literal["auto", "emulated"] = "auto"
@@ -34,6 +37,7 @@ class DeviceConfig:
     host_threads: int | None = None
     pin_threads: bool = True
     swap_gbps: float | None = None
+    host_slowdown: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
@@ -44,6 +48,8 @@ class DeviceConfig:
                 raise ConfigError(f"DeviceConfig.{name} must be at least 1, got {value}")
         if self.swap_gbps is not None and not self.swap_gbps > 0:
             raise ConfigError(f"DeviceConfig.swap_gbps must be positive, got {self.swap_gbps}")
+        if not 1.0 <= self.host_slowdown < math.inf:
+            raise ConfigError(f"DeviceConfig.host_slowdown must be at least 1, got {self.host_slowdown}")
 
 
 class Ticket(Protocol):
@@ -120,6 +126,7 @@ class Device(Protocol):
     host_pool: Workers
     """Runs host decode attention and the copies between the tiers."""
     swap_gbps: float | None
+    host_slowdown: float
     poisons_freed_blocks: bool
     """Whether blocks are filled with NaN once they are free, so that a late read shows (tests)."""
 

@@ -7,7 +7,8 @@
             decode attention
 
 Nothing is simulated: the same scheduler, executor and kernels run as beside a GPU, only the proportions differ (device
-and host attention have the same bandwidth per core here; beside a real GPU the device is 3-6 times faster).
+and host attention have the same bandwidth per core here; beside a real GPU the device is 3-6 times faster, which
+`host_slowdown` plays).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class EmulatedDevice:
         host_threads: cores of the host pool.
         cpus: the cores to divide, device first. With fewer cores than threads both sides share, unpinned.
         swap_gbps: throttle of the copies between the tiers, GB/s.
+        host_slowdown: how many times as long as it would host attention takes.
     """
 
     kind = "emulated"
@@ -48,11 +50,13 @@ class EmulatedDevice:
         cpus: list[int],
         pin_threads: bool = True,
         swap_gbps: float | None = None,
+        host_slowdown: float = 1.0,
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.device_threads = device_threads
         self.host_threads = host_threads
         self.swap_gbps = swap_gbps
+        self.host_slowdown = host_slowdown
         self._device_cpus: set[int] | None = None
         host_cpus: list[int] | None = None
         if pin_threads and device_threads + host_threads <= len(cpus):
@@ -67,7 +71,7 @@ class EmulatedDevice:
             )
         device_pool_cpus = cpus[1:device_threads] if self._device_cpus is not None and device_threads > 1 else None
         self.attention_pool: Workers = WorkerPool(device_threads - 1, cpus=device_pool_cpus, participate=True)
-        self.host_pool: Workers = WorkerPool(host_threads, cpus=host_cpus)
+        self.host_pool: Workers = WorkerPool(host_threads, cpus=host_cpus, slowdown=host_slowdown)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -128,4 +132,5 @@ def open_device(config: DeviceConfig, *, has_host_cache: bool) -> Device:
         cpus=cpus,
         pin_threads=config.pin_threads and has_host_cache,
         swap_gbps=config.swap_gbps,
+        host_slowdown=config.host_slowdown,
     )

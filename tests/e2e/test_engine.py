@@ -321,6 +321,7 @@ def test_request_id_in_use(engine):
         (lambda: CacheConfig(block_size=0), "block_size"),
         (lambda: DeviceConfig(kind="tpu"), "emulated"),
         (lambda: DeviceConfig(device_threads=0), "device_threads"),
+        (lambda: DeviceConfig(host_slowdown=0.5), "host_slowdown"),
         (lambda: SamplingParams(temperature=-1), "temperature"),
         (lambda: SamplingParams(top_p=0), "top_p"),
         (lambda: SamplingParams(max_tokens=0), "max_tokens"),

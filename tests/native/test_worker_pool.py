@@ -320,3 +320,27 @@ def test_plan_takes_numpy_lists_and_int64() -> None:
         table = convert(tables.t()).contiguous().t() if convert is torch.Tensor.t else convert(tables)
         plan = plan_decode(table, lens.tolist(), **sizes)
         assert [task[:3] for task in plan.tasks()] == [(0, 0, 5), (1, 0, 2)]
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 2])
+def test_slowed_attention_is_right_and_takes_its_factor(num_threads: int, seed: int) -> None:
+    """A lower bound only: a busy machine makes everything slower. The shortest of a few runs is the least disturbed."""
+    case = DecodeCase([900, 300, 1], seed=seed)
+
+    def shortest_ns(pool: WorkerPool) -> int:
+        out = case.new_out()
+        tickets = []
+        for _ in range(5):
+            tickets.append(case.submit(pool, out))
+            tickets[-1].wait()
+            case.check(out)
+        return min(ticket.end_ns - ticket.start_ns for ticket in tickets)
+
+    with WorkerPool(num_threads) as plain, WorkerPool(num_threads, slowdown=40.0) as slowed:
+        assert shortest_ns(slowed) > 10 * shortest_ns(plain)
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_slowdown_below_one_is_refused(slowdown: float) -> None:
+    with pytest.raises(ValueError, match="slowdown"):
+        WorkerPool(1, slowdown=slowdown)
