@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
-from statistics import mean
+import math
+from statistics import mean, stdev
 
+import numpy as np
 import pytest
 
-from neo_compile.app.bench.serving_metrics import TokenTimes, serving_metrics
+from neo_compile.app.bench.paired import paired_ratio
+from neo_compile.app.bench.serving_metrics import RequestTimes, percentile, serving_metrics
 from neo_compile.app.bench.traces import TRACES, Lengths, read_lengths
 from neo_compile.app.cli import main
-from neo_compile.app.serving import ServedRun
+from neo_compile.app.options import add_engine_options, open_engine
 from neo_compile.errors import ConfigError
-from neo_compile.runtime.outputs import RequestMetrics, RequestOutput
 from tests.helpers.engines import tiny_llama
 
 MEANS = {"osc": (372, 45), "azure-conv": (1155, 211), "azure-code": (2048, 28)}
@@ -60,22 +63,45 @@ def test_unusable_traces(tmp_path, name, text, message):
 
 
 def test_metrics_of_two_requests():
-    outputs = [
-        RequestOutput("a", 0, [1] * 10, [1, 2, 3], "", None, "length", None, RequestMetrics(0.0, 1.0, 3.0, 0, 0)),
-        RequestOutput("b", 0, [1] * 20, [1], "", None, "length", None, RequestMetrics(0.0, 2.0, 2.0, 0, 0)),
+    requests = [
+        RequestTimes(num_prompt_tokens=10, arrival_s=0.0, token_times_s=[1.0, 1.5, 3.0]),
+        RequestTimes(num_prompt_tokens=20, arrival_s=0.5, token_times_s=[2.0]),
+        RequestTimes(num_prompt_tokens=99),  # failed
     ]
-    times = TokenTimes()
-    for index, seconds in ((0, 1.0), (0, 1.5), (0, 3.0), (1, 2.0)):
-        times.add(index, seconds, 1)
-    metrics = serving_metrics(ServedRun(outputs, 4.0, {}, {}), times)
+    metrics = serving_metrics(requests, 4.0)
+    assert metrics["completed"] == 2
     assert metrics["output_throughput"] == 1.0
     assert metrics["request_throughput"] == 0.5
     assert metrics["total_token_throughput"] == 34 / 4
-    assert metrics["seconds_per_token"] == pytest.approx((1.0 + 2.0) / 2)
-    assert metrics["mean_ttft_ms"] == 1500
+    assert metrics["seconds_per_token"] == pytest.approx((1.0 + 1.5) / 2)
+    assert metrics["median_seconds_per_token"] == 1.25
+    assert metrics["mean_ttft_ms"] == 1250
     assert metrics["mean_tpot_ms"] == 1000
     assert metrics["mean_itl_ms"] == 1000
-    assert metrics["p99_e2el_ms"] == 3000
+    assert metrics["p99_e2el_ms"] == pytest.approx(2985)
+
+
+def test_percentiles_are_numpys():
+    values = [3.0, 1.0, 7.5, 2.0, 9.0]
+    for percent in (0, 1, 50, 77, 99, 100):
+        assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)))
+    assert percentile([4.0], 99) == 4.0
+
+
+@pytest.mark.parametrize(("num", "t"), [(2, 12.706), (7, 2.447), (12, 2.201), (31, 2.042), (121, 1.980)])
+def test_bounds_of_ratios_are_students(num, t):
+    logs = [0.01 * math.sin(i) for i in range(num)]
+    ratio = paired_ratio([math.exp(each) for each in logs], [1.0] * num)
+    assert ratio.value == pytest.approx(math.exp(mean(logs)))
+    margin = t * stdev(logs) / math.sqrt(num)
+    assert ratio.low == pytest.approx(math.exp(mean(logs) - margin), rel=1e-5)
+    assert ratio.high == pytest.approx(math.exp(mean(logs) + margin), rel=1e-5)
+
+
+def test_a_single_run_has_no_bounds():
+    ratio = paired_ratio([3.0], [2.0])
+    assert (ratio.value, ratio.low, ratio.high) == (1.5, None, None)
+    assert str(ratio) == "1.50"
 
 
 @pytest.fixture(scope="module")
@@ -85,25 +111,71 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-def test_the_command(folder, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tiny_model(tmp_path, monkeypatch):
     monkeypatch.setenv("NEO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("neo_compile.app.models.load_model", lambda name, dtype: (tiny_llama(2, dtype), None))
+
+
+def test_the_command(folder, tmp_path, tiny_model, capsys):
     report = tmp_path / "report.json"
     options = f"--model {folder} --trace osc --num-requests 6 --max-model-len 500 --device-tokens 500 --stages eager"
     policies = "--policy device-only:recompute,device-only:reserve,neo"
     assert main(f"bench throughput {options} {policies} --runs 1 --json {report}".split()) == 0
-    assert "device-only:recompute" in capsys.readouterr().out
-    rows = json.loads(report.read_text())["rows"]
+    out = capsys.readouterr().out
+    assert "device-only:recompute" in out
+    assert "(a single run)" in out
+    document = json.loads(report.read_text())
+    rows = document["rows"]
     assert [row["policy"] for row in rows] == ["device-only:recompute", "device-only:reserve", "neo"]
     assert rows[2]["num_host_requests"] > 0
-    assert all(row["output_throughput"] > 0 for row in rows)
+    assert all(row["output_throughput"] > 0 and row["completed"] == 6 for row in rows)
+    (ratio,) = document["ratios"].values()
+    best = max(row["output_throughput"] for row in rows[:2])
+    assert ratio["value"] == pytest.approx(rows[2]["output_throughput"] / best)
+
+
+def test_the_table_has_its_four_rows(folder, tmp_path, tiny_model, capsys):
+    report, timeline = tmp_path / "report.json", tmp_path / "timeline.json"
+    options = f"--model {folder} --num-requests 4 --max-model-len 500 --device-tokens 608 --stages eager --runs 2"
+    assert main(f"bench throughput --table osc {options} --json {report} --timeline {timeline}".split()) == 0
+    document = json.loads(report.read_text())
+    rows = document["rows"]
+    assert [row["policy"] for row in rows[:6]] == [row["policy"] for row in rows[6:]]
+    assert [key.partition(" : ")[2] for key in document["ratios"]][1:] == ["device-only:unlimited", "one-tier"]
+    assert all(ratio["low"] <= ratio["value"] <= ratio["high"] for ratio in document["ratios"].values())
+    unlimited = [row for row in rows if row["policy"] in ("device-only:unlimited", "one-tier")]
+    assert all(row["num_swap_outs"] == row["num_preemptions"] == row["num_host_requests"] == 0 for row in unlimited)
+    assert "b/a" not in capsys.readouterr().err
+    assert document["config"]["device_tokens"] == 608
+    assert json.loads(timeline.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [("--runs 0", "--runs 0"), ("--policy magic", "magic"), ("--trace nowhere.csv", "nowhere.csv")],
+    [
+        ("--runs 0", "--runs 0"),
+        ("--policy magic", "magic"),
+        ("--trace nowhere.csv", "nowhere.csv"),
+        ("--num-requests 0", "--num-requests"),
+        ("--trace osc --input-len 3 --output-len 4", "--trace"),
+        ("--policy device-only --timeline t.json", "--timeline"),
+    ],
 )
 def test_bad_options(options, message, monkeypatch, capsys):
     monkeypatch.setattr("neo_compile.app.models.load_model", lambda name, dtype: (tiny_llama(2, dtype), None))
     assert main(f"bench throughput {options}".split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_settings_reach_the_engine(tiny_model):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    text = (
+        "--stages eager --device-tokens 64 --set device.swap_gbps=2.5 cache.block_size=8 --set scheduler.max_num_seqs=3"
+    )
+    with open_engine(tiny_llama(2), None, parser.parse_args(text.split())) as engine:
+        assert engine._device.swap_gbps == 2.5
+        assert engine.stats().block_size == 8
+        assert engine.stats().device_blocks == 8
+        assert engine._scheduler.config.max_num_seqs == 3

