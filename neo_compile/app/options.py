@@ -50,20 +50,24 @@ POLICY_HELP = (
 
 
 def add_engine_options(
-    parser: argparse.ArgumentParser, *, policy_help: str = POLICY_HELP, default_policy: str | None = "neo"
+    parser: argparse.ArgumentParser,
+    *,
+    policy_help: str = POLICY_HELP,
+    default_policy: str | None = "neo",
+    device_tokens_list: str | None = None,
 ) -> None:
-    """Cache sizes, policy and threads."""
+    """Cache sizes, policy and threads. `device_tokens_list`: --device-tokens takes several, and this is its default."""
     group = parser.add_argument_group(
         "two tiers",
         "The device cache and the host cache hold the requests' keys and values. On a machine without a GPU\n"
         "the device is emulated: some cores play the device, the others are the host.",
     )
-    group.add_argument(
-        "--device-tokens",
-        type=int,
-        metavar="N",
-        help="hard budget of the device cache, in tokens. Without it there is one tier, large enough, and all cores",
-    )
+    if device_tokens_list is not None:
+        text = f"hard budgets of the device cache, in tokens, with commas (default: {device_tokens_list})"
+        group.add_argument("--device-tokens", metavar="LIST", help=text)
+    else:
+        text = "hard budget of the device cache, in tokens. Without it there is one tier, large enough, and all cores"
+        group.add_argument("--device-tokens", type=int, metavar="N", help=text)
     group.add_argument("--host-tokens", type=int, metavar="N", help="size of the host cache (default: by free memory)")
     group.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     group.add_argument("--policy", default=default_policy, metavar="NAME", help=policy_help)

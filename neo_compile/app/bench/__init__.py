@@ -6,7 +6,11 @@
     measure.py          turns A B A B, so that a noisy neighbour hits all alike
     bandwidth.py        what the memory gives at best, measured in the same run
     throughput.py       the command `neo bench throughput`: whole loads, policies side by side
-    traces.py           prompt and output lengths; `serving_metrics.py`: throughput and latency under vLLM's names
+    latency.py          the command `neo bench latency`: random arrivals; `rate_search.py`: the highest rate allowed
+    sweep.py            the command `neo bench sweep`: neo against device-only over lengths and device caches
+    systems.py          what is compared; `comparison.py`: engines in turn; `paired.py`: ratios of paired runs
+    loads.py            options of a load, arrivals, prompts; `traces.py`: prompt and output lengths of services
+    serving_metrics.py  throughput and latency under vLLM's names
 
 Nothing here is imported by the rest of the package, and nothing loads torch before a benchmark runs.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from neo_compile.app.bench import kernel, throughput
+from neo_compile.app.bench import kernel, latency, sweep, throughput
 
 DESCRIPTION = "Measure a part of neo_compile on this machine, beside what one would use instead."
 
@@ -29,3 +33,5 @@ def add_parser(subparsers: Any) -> None:
     subparsers = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     kernel.add_parser(subparsers)
     throughput.add_parser(subparsers)
+    latency.add_parser(subparsers)
+    sweep.add_parser(subparsers)

@@ -92,15 +92,14 @@ def run(args: argparse.Namespace) -> int:
                     status.announce(f"run {number + 1} of {args.runs}: {name}")
                     metrics = measure(engine, lengths, args.seed + number, on_progress=status.update_from)
                     rows.append({"policy": name, "run": number, **metrics})
+                if args.json:  # after every round, so that what takes long is never lost
+                    write_report(args.json, "throughput", args, rows, ratios=ratios_of(rows))
             if args.timeline:
                 _record_timeline(engines["neo"], lengths, args, status)
         status.clear()
         print_setting(args, lengths, num_left_out)
         print(_table(rows) + "\n")
-        ratios = ratios_of(rows)
-        print_ratios(ratios)
-    if args.json:
-        write_report(args.json, "throughput", args, rows, ratios=ratios)
+        print_ratios(ratios_of(rows))
     return 0
 
 
