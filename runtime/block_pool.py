@@ -29,6 +29,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def free_block_ids(self) -> tuple[int, ...]:
+        """Free blocks; the last one is given out next."""
+        return tuple(self._free)
+
+    @property
     def num_taken(self) -> int:
         return self.num_blocks - len(self._free)
 

@@ -94,7 +94,7 @@ class Engine:
                     tier: KVCache(staged.sites, sizes[tier], cache.block_size, dtype, self._device.torch_device)
                     for tier in Tier
                 }
-                self._executor = Executor(staged, self._device, caches)
+                self._executor = Executor(staged, self._device, caches, staging_blocks=cache.staging_blocks)
                 if cost_model is None:
                     cost_model = load_or_measure_costs(self._executor, self._info)
             self._scheduler = Scheduler(
@@ -325,6 +325,8 @@ class Engine:
             return
         try:
             with self._device.launching(), torch.no_grad():
+                if self._device.poisons_freed_blocks:
+                    self._poison_free_blocks()
                 plan = self._scheduler.schedule()
                 result = self._executor.execute(plan)
                 changed, stops = self._append_tokens(result)
@@ -335,6 +337,11 @@ class Engine:
             raise
         self._stats.count(plan, result.times, num_outputs=len(result.requests))
         self._collect([*changed, *map(_session_of, plan.finished)])
+
+    def _poison_free_blocks(self) -> None:
+        """Between iterations: no copy is under way, so nobody has any more business with a free block."""
+        for tier, cache in self._executor.caches.items():
+            cache.poison(self._scheduler.queues.pools[tier].free_block_ids)
 
     def _end_running(self, error: str) -> None:
         """End all requests that hold KV with `error`, and hand over those that ended in a failed iteration."""

@@ -31,8 +31,9 @@ from neo_compile.runtime.batch import (
 from neo_compile.runtime.device import Device, Ticket
 from neo_compile.runtime.kv_cache import KVCache
 from neo_compile.runtime.plan import IterationPlan, Swap
-from neo_compile.runtime.prefill import attend_chunk
+from neo_compile.runtime.prefill import attend_chunk, store_chunk
 from neo_compile.runtime.request import Request, Tier
+from neo_compile.runtime.staging import Staging
 from neo_compile.runtime.swap import LayerCopies
 from neo_compile.runtime.timeline import Timeline
 from neo_compile.staged import StagedModel
@@ -155,7 +156,7 @@ class SubBatchAttention:
         self._copies.wait(layer)
         end_ns = time.perf_counter_ns()
         self.wait_ns += end_ns - start_ns
-        self._record("device", "wait", layer, start_ns, end_ns)
+        self._record("device", "wait", layer, start_ns, end_ns, name="wait for swap")
 
     def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
         """Record one linear stage (called by the staged model when a timeline is attached)."""
@@ -188,21 +189,22 @@ class SubBatchAttention:
 
     def _prefill(self, chunk: PrefillChunk, rows: _SiteRows) -> None:
         """Store a chunk's K and V in its tier and compute its attention over the request's context so far."""
-        layer, cache = rows.site.index, self._executor.caches[chunk.tier]
+        layer, executor = rows.site.index, self._executor
         span = slice(chunk.row, chunk.row + chunk.num_tokens)
         k_THD, v_THD = rows.k_THD[span], rows.v_THD[span]
-        cache.write(layer, chunk.slots, k_THD, v_THD)
-        if chunk.start == 0:
-            k_HSD, v_HSD = k_THD.transpose(0, 1), v_THD.transpose(0, 1)
+        if chunk.tier is Tier.HOST and executor.staging is not None:
+            k_HSD, v_HSD = executor.staging.store(layer, chunk, k_THD, v_THD)
         else:
-            k_HSD, v_HSD = cache.gather(layer, chunk.block_ids, chunk.start + chunk.num_tokens)
+            k_HSD, v_HSD = store_chunk(executor.caches[chunk.tier], layer, chunk, k_THD, v_THD)
         rows.out_THD[span] = attend_chunk(rows.site, rows.q_THD[span], k_HSD, v_HSD, rows.sinks)
 
-    def _record(self, lane: str, what: str, number: int, start_ns: int, end_ns: int) -> None:
+    def _record(
+        self, lane: str, category: str, layer: int, start_ns: int, end_ns: int, *, name: str | None = None
+    ) -> None:
         timeline = self._executor.timeline
         if timeline is not None:
-            name = f"{what} {number} b{self._index}"
-            timeline.add(lane, name, what, start_ns, end_ns, self._executor.iteration)
+            iteration = self._executor.iteration
+            timeline.add(lane, category, start_ns, end_ns, iteration, name=name, layer=layer, sub_batch=self._index)
 
 
 class Executor:
@@ -212,12 +214,18 @@ class Executor:
         staged: the captured model.
         device: where linear stages and device attention run, with its host pool.
         caches: the memory of both tiers.
+        staging_blocks: size of the ring through which KV of host-bound prefills leaves the device; None is the
+            device's default, which is no ring where the host's memory is the device's own.
     """
 
-    def __init__(self, staged: StagedModel, device: Device, caches: dict[Tier, KVCache]) -> None:
+    def __init__(
+        self, staged: StagedModel, device: Device, caches: dict[Tier, KVCache], *, staging_blocks: int | None = None
+    ) -> None:
         self.staged = staged
         self.device = device
         self.caches = caches
+        num_staging = device.default_staging_blocks if staging_blocks is None else staging_blocks
+        self.staging = Staging(staged.sites, num_staging, caches[Tier.HOST], device) if num_staging else None
         self.timeline: Timeline | None = None
         self.iteration = 0
         self.layout = BatchLayout(
@@ -259,15 +267,23 @@ class Executor:
         start_ns = time.perf_counter_ns() if start_ns is None else start_ns
         copies = self._start_swaps(()) if copies is None else copies
         handlers = [SubBatchAttention(self, batch, index, copies) for index, batch in enumerate(batches)]
+        launched_ns = time.perf_counter_ns()
         try:
             logits = self._run(batches, handlers, copies)
         finally:
+            computed_ns = time.perf_counter_ns()
             for handler in handlers:
                 handler.drain()
             copies.finish()
+            staged_copies = [] if self.staging is None else self.staging.finish()
         end_ns = time.perf_counter_ns()
-        self._record_copies(copies)
-        return logits, _times(handlers, end_ns - start_ns)
+        if self.timeline is not None:
+            self._record_iteration(start_ns, launched_ns, computed_ns, end_ns)
+            self._record_copies("swap", list(enumerate(copies.tickets)))
+            self._record_copies("staging", staged_copies)
+        times = _times(handlers, end_ns - start_ns)
+        times.wait_ms += (end_ns - computed_ns) / 1e6
+        return logits, times
 
     def _start_swaps(self, swaps: Sequence[Swap]) -> LayerCopies:
         return LayerCopies.of_swaps(
@@ -311,10 +327,16 @@ class Executor:
             on_stage=handler.on_stage if self.timeline is not None else None,
         )
 
-    def _record_copies(self, copies: LayerCopies) -> None:
-        if self.timeline is not None:
-            for layer, ticket in enumerate(copies.tickets):
-                self.timeline.add("host", f"copy {layer}", "copy", ticket.start_ns, ticket.end_ns, self.iteration)
+    def _record_iteration(self, start_ns: int, launched_ns: int, computed_ns: int, end_ns: int) -> None:
+        """What the launching thread does before the first and after the last linear stage."""
+        assert self.timeline is not None
+        self.timeline.add("device", "other", start_ns, launched_ns, self.iteration, name="prepare")
+        self.timeline.add("device", "other", computed_ns, end_ns, self.iteration, name="finish")
+
+    def _record_copies(self, category: str, copies: Sequence[tuple[int, Ticket]]) -> None:
+        assert self.timeline is not None
+        for layer, ticket in copies:
+            self.timeline.add("host", category, ticket.start_ns, ticket.end_ns, self.iteration, layer=layer)
 
 
 def _times(handlers: list[SubBatchAttention], total_ns: int) -> IterationTimes:

@@ -38,6 +38,9 @@ class CacheConfig:
         host_blocks, host_tokens, host_bytes: size of the host cache. All `None`: none if the device cache has no
             budget either, otherwise a quarter of the free memory (at most what `max_num_seqs` requests can use).
         dtype: of K and V; `None`: the model's own.
+        staging_blocks: ring of device blocks through which the KV of host-bound prefills leaves the device, layer by
+            layer. `None`: none where the device's memory is the host's (the KV is written where it belongs), else the
+            device's default.
     Byte sizes are integers or strings such as "2GiB".
     """
 
@@ -49,10 +52,13 @@ class CacheConfig:
     host_tokens: int | None = None
     host_bytes: int | str | None = None
     dtype: torch.dtype | None = None
+    staging_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"CacheConfig.block_size must be at least 1, got {self.block_size}")
+        for name in ("block_size", "staging_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"CacheConfig.{name} must be at least 1, got {value}")
         if self.dtype is not None and self.dtype not in CACHE_DTYPES:
             names = ", ".join(str(dtype) for dtype in CACHE_DTYPES)
             raise ConfigError(f"CacheConfig.dtype {self.dtype} is not supported: use one of {names}")

@@ -10,6 +10,22 @@ import torch
 import torch.nn.functional as F
 
 from neo_compile.attention import AttentionSite
+from neo_compile.runtime.batch import PrefillChunk
+from neo_compile.runtime.kv_cache import KVCache
+
+
+def store_chunk(
+    cache: KVCache, layer: int, chunk: PrefillChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write a chunk's K and V to its blocks, which the device can address.
+
+    Returns:
+        K and V of the request's whole context, [num_kv_heads, chunk.start + T, dim].
+    """
+    cache.write(layer, chunk.slots, k_THD, v_THD)
+    if chunk.start == 0:
+        return k_THD.transpose(0, 1), v_THD.transpose(0, 1)
+    return cache.gather(layer, chunk.block_ids, chunk.start + chunk.num_tokens)
 
 
 def attend_chunk(

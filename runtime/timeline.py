@@ -1,5 +1,8 @@
 """Records who computed what when, and who waited: the executor's evidence that device and host overlap.
 
+    device | prepare | linear 0 b0 | device attention 0 b0 | linear 0 b1 | wait 0 b0 | ... | finish |
+    host   |  swap 0, swap 1       |  host attention 0 b0  |    staging 0   | host attention 0 b1 | ...
+
 An event costs one list append; with no timeline attached the executor takes no time stamps at all beyond those that
 the online cost model needs.
 """
@@ -18,9 +21,11 @@ class TimelineEvent(NamedTuple):
     Attributes:
         lane: `device` (the launching thread) or `host` (the host pool).
         name: what ran, e.g. `linear 3 b0`, `host attention 3 b1`, `wait 3 b0`.
-        category: `linear`, `device attention`, `host attention`, `copy`, `wait` or `other`.
+        category: `linear`, `device attention`, `host attention`, `swap`, `staging`, `wait` or `other`.
         start_ns, end_ns: on the clock of `time.perf_counter_ns`.
         iteration: number of the engine's iteration.
+        layer: linear stage or attention site; None where there is none.
+        sub_batch: 0 or 1; None for what belongs to the whole iteration.
     """
 
     lane: str
@@ -29,6 +34,8 @@ class TimelineEvent(NamedTuple):
     start_ns: int
     end_ns: int
     iteration: int
+    layer: int | None = None
+    sub_batch: int | None = None
 
 
 class Timeline:
@@ -37,9 +44,23 @@ class Timeline:
     def __init__(self) -> None:
         self.events: list[TimelineEvent] = []
 
-    def add(self, lane: str, name: str, category: str, start_ns: int, end_ns: int, iteration: int) -> None:
-        """Append one event."""
-        self.events.append(TimelineEvent(lane, name, category, start_ns, end_ns, iteration))
+    def add(
+        self,
+        lane: str,
+        category: str,
+        start_ns: int,
+        end_ns: int,
+        iteration: int,
+        *,
+        name: str | None = None,
+        layer: int | None = None,
+        sub_batch: int | None = None,
+    ) -> None:
+        """Append one event. Its name is made of its category (or `name`), layer and sub-batch."""
+        parts = [name or category, *([] if layer is None else [str(layer)])]
+        parts += [] if sub_batch is None else [f"b{sub_batch}"]
+        event = TimelineEvent(lane, " ".join(parts), category, start_ns, end_ns, iteration, layer, sub_batch)
+        self.events.append(event)
 
     def iterations(self) -> list[int]:
         """Numbers of the recorded iterations, ascending."""

@@ -19,7 +19,8 @@ COLOURS = {
     "linear": "#4878a8",
     "device attention": "#7cb26a",
     "host attention": "#d98b3a",
-    "copy": "#9a6fb0",
+    "swap": "#9a6fb0",
+    "staging": "#c8a2d6",
     "wait": "#c94f4f",
     "other": "#999999",
 }

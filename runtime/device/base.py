@@ -13,7 +13,7 @@ from neo_compile._host_checks import IntArray
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import DecodePlan, LayerCache
 
-DEVICE_KINDS = ("auto", "emulated")
+DEVICE_KINDS = ("auto", "emulated", "adversarial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class DeviceConfig:
 
     Attributes:
         kind: `emulated` gives some cores of a CPU-only machine the part of the GPU; `auto` picks the only kind that
-            can run here.
+            can run here for work. `adversarial`, for tests, is an emulated one that delays and reorders all that it
+            may, and has memory of its own.
         device_threads: cores of the emulated device (linear stages, prefill and device decode attention). `None`:
             half of the usable cores, or all of them when the engine has no host cache.
         host_threads: worker threads of host attention and of swaps. `None`: the usable cores that the device leaves.
@@ -30,14 +31,16 @@ class DeviceConfig:
         swap_gbps: throttle of the copies between the tiers, GB/s, to play a link of that bandwidth. `None`: none.
         host_slowdown: host attention takes this many times as long as it would: 4 plays the ratio of a GPU's memory
             bandwidth to its host's.
+        seed: of the adversarial device's choices; other devices make none.
     """
 
-    kind: Literal["auto", "emulated"] = "auto"
+    kind: Literal["auto", "emulated", "adversarial"] = "auto"
     device_threads: int | None = None
     host_threads: int | None = None
     pin_threads: bool = True
     swap_gbps: float | None = None
     host_slowdown: float = 1.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:
@@ -127,6 +130,8 @@ class Device(Protocol):
     """Runs host decode attention and the copies between the tiers."""
     swap_gbps: float | None
     host_slowdown: float
+    default_staging_blocks: int
+    """Ring of blocks through which KV of host-bound prefills leaves; 0 where the device writes to the host's memory."""
     poisons_freed_blocks: bool
     """Whether blocks are filled with NaN once they are free, so that a late read shows (tests)."""
 

@@ -23,6 +23,7 @@ import torch
 from neo_compile import _native
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import WorkerPool
+from neo_compile.runtime.device.adversarial import AdversarialDevice
 from neo_compile.runtime.device.base import Device, DeviceConfig, Workers
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class EmulatedDevice:
     """
 
     kind = "emulated"
+    default_staging_blocks = 0
     poisons_freed_blocks = False
 
     def __init__(
@@ -126,7 +128,7 @@ def open_device(config: DeviceConfig, *, has_host_cache: bool) -> Device:
                 f"DeviceConfig.{name} is {value}, but this process may use {len(cpus)} cores "
                 "(affinity and cgroup quota)"
             )
-    return EmulatedDevice(
+    device = EmulatedDevice(
         device_threads=num_device,
         host_threads=num_host,
         cpus=cpus,
@@ -134,3 +136,4 @@ def open_device(config: DeviceConfig, *, has_host_cache: bool) -> Device:
         swap_gbps=config.swap_gbps,
         host_slowdown=config.host_slowdown,
     )
+    return AdversarialDevice(device, config.seed) if config.kind == "adversarial" else device

@@ -58,6 +58,7 @@ def make_engine(model: Any, *, tokenizer: Any = None, cost_model: Any = None, **
     """An engine with eager stages and one thread a side; keyword options go to the configs that know them."""
     cache_names = CacheConfig.__dataclass_fields__.keys()
     scheduler_names = SchedulerConfig.__dataclass_fields__.keys()
+    device = {name: options.pop(name) for name in ("kind", "seed") if name in options}
     cache = {name: options.pop(name) for name in list(options) if name in cache_names}
     scheduler = {name: options.pop(name) for name in list(options) if name in scheduler_names}
     cache.setdefault("device_blocks", 8)
@@ -68,7 +69,7 @@ def make_engine(model: Any, *, tokenizer: Any = None, cost_model: Any = None, **
         tokenizer,
         cache=CacheConfig(**cache),
         scheduler=SchedulerConfig(**scheduler),
-        device=DeviceConfig(device_threads=1, host_threads=1, pin_threads=False),
+        device=DeviceConfig(device_threads=1, host_threads=1, pin_threads=False, **device),
         stages=options.pop("stages", "eager"),
         cost_model=cost_model or balanced_costs(model.config.num_hidden_layers),
         **options,
@@ -111,9 +112,7 @@ def run_to_end(engine: Engine, after_step: Any = None, max_steps: int = 5000) ->
 
 def poison_free_blocks(engine: Engine) -> None:
     """Fill every block that nobody owns with NaN: reading one shows in the tokens."""
-    for tier in Tier:
-        pool = engine._scheduler.queues.pools[tier]
-        engine._executor.caches[tier].poison(tuple(pool._free))
+    engine._poison_free_blocks()
 
 
 def assert_all_blocks_free(engine: Engine) -> None:

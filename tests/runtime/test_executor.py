@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from neo_compile.runtime.cost_tables import TableCostModel
+from neo_compile.runtime.iteration_bound import bound_of
 from neo_compile.runtime.profiler import load_or_measure_costs, measure_tables
 from tests.helpers.engines import balanced_costs, greedy, hf_greedy, make_engine, random_prompts, tiny_llama
 
@@ -44,6 +45,11 @@ def test_timeline_of_a_pipelined_iteration(engine, tmp_path):
     assert all(event.start_ns <= event.end_ns for event in events)
     device = [event for event in events if event.lane == "device"]
     assert all(a.end_ns <= b.start_ns for a, b in pairwise(device)), "the device does one thing"
+    assert names[0] == "prepare"
+    assert device[-1].name == "finish"
+    bound = bound_of(events)
+    assert 0 < bound.bound_ms <= bound.actual_ms
+    assert bound.unaccounted_ms >= 0
     path = tmp_path / "trace.json"
     timeline.write_chrome_trace(path)
     assert len(json.loads(path.read_text())["traceEvents"]) > len(events)
