@@ -242,21 +242,29 @@ class Scheduler:
                 self.queues.finish(request, "length")
 
     def _observe(self, plan: IterationPlan, measured_ms: float | None, measured_parts: Mapping[str, float]) -> None:
+        model = self.cost_model
+        explained_ms = plan.predicted_ms
         if measured_parts:
-            block_size = self.queues.pools[Tier.DEVICE].block_size
-            loads = [load_of(sub_batch, self.cost_model, block_size) for sub_batch in plan.sub_batches]
-            predicted_parts = self.cost_model.predict_parts(loads)
+            predicted_parts = model.predict_parts(self._loads(plan))
             for part, part_ms in measured_parts.items():
-                self.cost_model.observe_part(part, predicted_parts[part], part_ms)
+                model.observe_part(part, predicted_parts[part], part_ms)
+            num_swapped_blocks = sum(swap.num_blocks for swap in (*plan.swap_outs, *plan.swap_ins))
+            explained_ms = model.iteration_ms(plan.strategy, self._loads(plan), num_swapped_blocks)
         if measured_ms is not None:
-            self.cost_model.observe(plan.strategy, plan.predicted_ms, measured_ms)
+            model.observe(plan.strategy, plan.predicted_ms, measured_ms, explained_ms)
+
+    def _loads(self, plan: IterationPlan) -> list[SubBatchLoad]:
+        block_size = self.queues.pools[Tier.DEVICE].block_size
+        return [load_of(sub_batch, self.cost_model, block_size) for sub_batch in plan.sub_batches]
 
     def _prices(self, host_emptiness: float) -> Prices:
         """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone."""
         device = self.queues.pools[Tier.DEVICE]
         num_tokens = device.num_blocks * device.block_size
         num_decodes = max(1, min(int(num_tokens / max(self._mean_context, 1.0)), self.config.max_running))
-        load = SubBatchLoad(num_tokens=num_decodes, num_device_decodes=num_decodes, device_kv_tokens=num_tokens)
+        load = SubBatchLoad(
+            num_decodes, num_device_decodes=num_decodes, device_kv_tokens=num_tokens, num_logits=num_decodes
+        )
         longest_ms = self._admission.longest_linear_ms
         return Prices(
             decode_ms=self.cost_model.iteration_ms(Strategy.DEVICE_ONLY, [load]) / num_decodes,
