@@ -83,7 +83,7 @@ class IterationTimes:
         It is seen where it was waited for, by a single sub-batch: the wait began after its device attention.
         """
         host_wait_ms = self.wait_ms - self.copy_wait_ms
-        if len(self.host_attention_ms) != 1 or host_wait_ms < _SEEN_WAIT * self.host_attention_ms[0]:
+        if len(self.host_attention_ms) != 1 or host_wait_ms <= _SEEN_WAIT * self.host_attention_ms[0]:
             return 0.0
         return host_wait_ms + self.device_attention_ms[0] - self.host_attention_ms[0]
 

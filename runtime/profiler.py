@@ -9,7 +9,8 @@ import torch
 
 import neo_compile
 from neo_compile import _native
-from neo_compile.runtime.cost_files import KINDS, cost_path, load_costs, store_costs
+from neo_compile.errors import ConfigError
+from neo_compile.runtime.cost_files import KINDS, cost_dir, cost_path, load_costs, store_costs
 from neo_compile.runtime.cost_grid import QUICK, Grid, full_grid
 from neo_compile.runtime.cost_tables import TableCostModel
 from neo_compile.runtime.executor import Executor
@@ -65,6 +66,36 @@ def cost_key(executor: Executor, info: ModelInfo) -> dict[str, Any]:
         "swap_gbps": device.swap_gbps,
         "host_slowdown": device.host_slowdown,
         "stages": executor.staged.num_artifacts,
+        **_environment(),
+    }
+
+
+def survey_costs() -> list[str]:
+    """A line for every kept file: its model and layout, and whether it would serve in this process."""
+    here = _environment()
+    lines = []
+    for path in sorted(cost_dir().glob("*.json")):
+        kind = path.suffixes[-2].lstrip(".")
+        try:
+            key = TableCostModel.from_json(path.read_text()).key
+            differing = [
+                f"{name} {key.get(name)!r}, here {value!r}" for name, value in here.items() if key.get(name) != value
+            ]
+        except (OSError, ConfigError, ValueError, KeyError, TypeError) as error:
+            lines.append(f"{path.name}: unusable ({error})")
+            continue
+        verdict = f"refused ({'; '.join(differing)})" if differing else "serves"
+        slowed = f", host slowed {key['host_slowdown']:g} times" if key["host_slowdown"] != 1 else ""
+        lines.append(
+            f"{key['model']}, {key['cache_dtype'].removeprefix('torch.')}, {key['device_threads']} device and "
+            f"{key['host_threads']} host threads{slowed}: {kind}, {verdict}"
+        )
+    return lines
+
+
+def _environment() -> dict[str, Any]:
+    """What no option chooses."""
+    return {
         "isa": _native.isa(),
         "cpu": _native.cpu_name(),
         "torch": torch.__version__,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neo_compile.app.models import SMOLLM2
-from neo_compile.app.options import MODEL_HELP, add_dtype_option, open_engine
+from neo_compile.app.options import MODEL_HELP, add_dtype_option, add_settings_option, open_engine
 
 BAR_WIDTH = 24
 
@@ -39,10 +39,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--stages", default="inductor", choices=["inductor", "eager"], help="as the engines will have it"
     )
+    add_settings_option(parser, ("device", "cache"))
     parser.add_argument("--force", action="store_true", help="measure again although there is a profile")
     parser.add_argument("--json", metavar="FILE", help="also write config, machine and rows to FILE")
     # Any two tiers will do: the costs do not depend on their sizes.
-    parser.set_defaults(run=run, policy="neo", max_num_seqs=256, device_tokens=256, host_tokens=256)
+    parser.set_defaults(run=run, device_tokens=256, host_tokens=256)
 
 
 def run(args: argparse.Namespace) -> int:
