@@ -35,7 +35,7 @@ _CONTEXT_SMOOTHING = 0.05
 
 
 class SchedulerStallError(NeoError, RuntimeError):
-    """Nothing was scheduled for several iterations although requests wait: a bug; the message holds a dump."""
+    """Iterations go by and no request comes nearer to its end: a bug; the message holds a dump."""
 
 
 class Scheduler:
@@ -59,6 +59,8 @@ class Scheduler:
         )
         self._num_added = 0
         self._num_empty_iterations = 0
+        self._num_unsampled_tokens = 0  # computed since a token was last sampled
+        self._stall_tokens = 0
         self._mean_context = 0.0  # tokens of a running request
 
     def add(self, request: Request) -> None:
@@ -221,13 +223,29 @@ class Scheduler:
         return plan
 
     def _check_progress(self, plan: IterationPlan) -> None:
+        """Raises SchedulerStallError where nothing runs, or where the same prefills are computed over and over.
+
+        Before a token is sampled, prefills can at most compute every token there is, once. Twice that many is a
+        livelock.
+        """
         is_idle = plan.is_empty and self.has_unfinished
         self._num_empty_iterations = self._num_empty_iterations + 1 if is_idle else 0
         if self._num_empty_iterations > _MAX_EMPTY_ITERATIONS:
-            raise SchedulerStallError(
-                f"nothing scheduled for {self._num_empty_iterations} iterations under {self.config}\n"
-                + self.queues.dump()
-            )
+            raise self._stall(f"nothing scheduled for {self._num_empty_iterations} iterations")
+        if any(prefill.samples for sub_batch in plan.sub_batches for prefill in sub_batch.prefills) or any(
+            sub_batch.device_decodes or sub_batch.host_decodes for sub_batch in plan.sub_batches
+        ):
+            self._num_unsampled_tokens = 0
+            return
+        self._num_unsampled_tokens += plan.num_tokens
+        if self._num_unsampled_tokens > self._stall_tokens:  # the sum is taken anew only where it matters
+            requests = (*self.queues.list_running(), *self.queues.waiting.values())
+            self._stall_tokens = 2 * sum(request.num_tokens for request in requests)
+            if self._num_unsampled_tokens > self._stall_tokens:
+                raise self._stall(f"{self._num_unsampled_tokens} tokens computed since the last one was sampled")
+
+    def _stall(self, what: str) -> SchedulerStallError:
+        return SchedulerStallError(f"{what}, in iteration {self.iteration} under {self.config}\n{self.queues.dump()}")
 
     def _advance(self, request: Request, num_tokens: int, samples: bool, stop: Mapping[str, FinishReason]) -> None:
         if request.status is not RequestStatus.RUNNING:

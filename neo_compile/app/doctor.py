@@ -229,9 +229,10 @@ def _cost_tables() -> list[Finding]:
     """Which tables would serve an engine here: a line per model and layout, or why a file would be refused."""
     try:
         from neo_compile.runtime.profiler import survey_costs
-    except ImportError:  # without the native module no engine starts: said above
+
+        lines = survey_costs()
+    except (ImportError, ValueError):  # no kernels, so no engine: said above
         return []
-    lines = survey_costs()
     if not lines:
         return [Finding("cost tables", "none yet: measured at an engine's first start, better by `neo profile`")]
     return [Finding("cost tables", line) for line in lines]
