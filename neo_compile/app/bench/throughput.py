@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
                 _record_timeline(engines["neo"], lengths, args, status)
             status.clear()
             print_setting(args, lengths, num_left_out)
-            print(_table(rows) + "
-")
+            print(_table(rows) + "\n")
             print_ratios(ratios_of(rows))
             if args.cost_errors:
                 print_cost_errors(engines)
