@@ -1,6 +1,7 @@
 """neo_compile: serve more requests from a device whose memory is full.
 
-Three ways in: `torch.compile(model, backend="neo")`, the serving `Engine`, and `explain` to see what was done.
+Three ways in: `torch.compile(model, backend="neo")`, `enable(model)` for Hugging Face's `generate`, and the serving
+`Engine`; `explain` shows what was done.
 The runtime is imported on first use, so that the compiler backend alone stays light.
 """
 
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from neo_compile.explain import explain as explain
     from neo_compile.runtime.device import DeviceConfig as DeviceConfig
     from neo_compile.runtime.engine import Engine as Engine
+    from neo_compile.runtime.generate import GenerateStats as GenerateStats
+    from neo_compile.runtime.generate import disable as disable
+    from neo_compile.runtime.generate import enable as enable
+    from neo_compile.runtime.generate import generate as generate
+    from neo_compile.runtime.generate import stats as stats
+    from neo_compile.runtime.generate import to_dynamic_cache as to_dynamic_cache
     from neo_compile.runtime.kv_cache import CacheConfig as CacheConfig
     from neo_compile.runtime.outputs import RequestOutput as RequestOutput
     from neo_compile.runtime.sampling_params import SamplingParams as SamplingParams
@@ -31,7 +38,13 @@ _EXPORTS = {
     "SamplingParams": "neo_compile.runtime.sampling_params",
     "SchedulerConfig": "neo_compile.runtime.scheduler_config",
     "UnsupportedModelError": "neo_compile.errors",
+    "GenerateStats": "neo_compile.runtime.generate",
+    "disable": "neo_compile.runtime.generate",
+    "enable": "neo_compile.runtime.generate",
     "explain": "neo_compile.explain",
+    "generate": "neo_compile.runtime.generate",
+    "stats": "neo_compile.runtime.generate",
+    "to_dynamic_cache": "neo_compile.runtime.generate",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

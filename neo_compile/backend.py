@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from neo_compile import compiled_generate
 from neo_compile.config import CompileOptions, check_mode
 from neo_compile.passes.canonicalize import canonicalize
 from neo_compile.passes.compile_stages import compile_stages, share_stages
@@ -25,6 +26,8 @@ from neo_compile.passes.runner import run_passes
 from neo_compile.passes.split_stages import build_program, split_stages
 from neo_compile.passes.verify import verify
 from neo_compile.staged import StagedModel
+
+compiled_generate.install()
 
 
 # Not decorated with register_backend: the entry point registers it, and a second registration is an error.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_compile.runtime.composition import Composition, Prices, kv_tokens_of
+from neo_compile.runtime.composition import NUM_COMPUTED, Composition, Prices, kv_tokens_of
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
 from neo_compile.runtime.decision import Work
 from neo_compile.runtime.hiding import HostDecodes
@@ -61,7 +61,7 @@ class _Choice:
         self.prices = prices
         self.config = config
         self.strategies = config.allowed_strategies
-        self._host = HostDecodes(work.host_decodes, cost_model)
+        self._host = HostDecodes(map(NUM_COMPUTED, work.host_decodes), cost_model)
         self._base = self._base_loads()
         self._worth = self._base_worth()
 
@@ -157,17 +157,12 @@ class _Choice:
             batch_0 = batch_0._replace(
                 num_tokens=batch_0.num_tokens + num_batch_0,
                 num_host_decodes=num_batch_0,
-                num_logits=batch_0.num_logits + num_batch_0,
                 host_kv_tokens=self._host.kv_tokens(num_batch_1, num),
             )
         loads = [batch_0]
         if strategy is Strategy.PIPELINED:
             kv_tokens = self._host.kv_tokens(0, num_batch_1)
-            loads.append(
-                SubBatchLoad(
-                    num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens, num_logits=num_batch_1
-                )
-            )
+            loads.append(SubBatchLoad(num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens))
         predicted_ms = self.cost_model.iteration_ms(strategy, loads, self.work.num_swapped_blocks)
         worth = self._worth[num_prefills] + num * self.prices.decode_ms
         return Candidate(
@@ -183,7 +178,6 @@ class _Choice:
             prefill_attention_ms=attention_ms((p.start, p.num_tokens) for p in work.device_prefills),
             num_device_decodes=len(work.device_decodes),
             device_kv_tokens=kv_tokens_of(work.device_decodes),
-            num_logits=sum(prefill.samples for prefill in work.device_prefills) + len(work.device_decodes),
         )
         loads = [load]
         for prefill in work.host_prefills:
@@ -191,7 +185,6 @@ class _Choice:
                 num_tokens=load.num_tokens + prefill.num_tokens,
                 prefill_attention_ms=load.prefill_attention_ms + attention_ms([(prefill.start, prefill.num_tokens)]),
                 leaving_blocks=load.leaving_blocks - (-prefill.num_tokens // work.block_size),
-                num_logits=load.num_logits + prefill.samples,
             )
             loads.append(load)
         return loads

@@ -8,20 +8,22 @@ look-ups in the cost tables, however many requests there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-from neo_compile.runtime.composition import NUM_COMPUTED
 from neo_compile.runtime.cost_model import CostModel, SubBatchLoad
-from neo_compile.runtime.request import Request
 
 
 class HostDecodes:
-    """The host decodes of one decision, in their order, as loads."""
+    """The host decodes of one decision, in their order, as loads.
 
-    def __init__(self, decodes: Sequence[Request], cost_model: CostModel) -> None:
+    Args:
+        num_computed: tokens of each whose KV is in the cache.
+    """
+
+    def __init__(self, num_computed: Iterable[int], cost_model: CostModel) -> None:
         self.cost_model = cost_model
-        self._num_computed = [0, *accumulate(map(NUM_COMPUTED, decodes))]
+        self._num_computed = [0, *accumulate(num_computed)]
 
     def kv_tokens(self, first: int, last: int) -> int:
         """KV that `decodes[first:last]` read; each reads its computed tokens and the newest."""

@@ -11,7 +11,6 @@ the same block geometry. Which block belongs to whom is `BlockPool`'s business, 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from neo_compile.attention import AttentionSite
+from neo_compile.config import parse_bytes
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import LayerCache
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,24 +88,6 @@ class CacheConfig:
         if num_bytes is not None:
             return parse_bytes(num_bytes) // bytes_per_block
         return None
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes of `value`: an integer, or a string such as "512MiB", "2 GB", "1e6".
-
-    Raises:
-        ConfigError: not a size, or negative.
-    """
-    if isinstance(value, int):
-        size: float = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([KMG]I?)?B?\s*", value, flags=re.IGNORECASE)
-        if match is None:
-            raise ConfigError(f"not a size in bytes: {value!r} (examples: 1073741824, '512MiB', '2GB')")
-        size = float(match[1]) * _UNITS[(match[2] or "").upper()]
-    if size < 0:
-        raise ConfigError(f"a size in bytes must not be negative, got {value!r}")
-    return int(size)
 
 
 def bytes_per_block(sites: Iterable[AttentionSite], block_size: int, dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ tree=$root/build/typecheck
 rm -rf "$tree"
 mkdir -p "$tree/neo_compile"
 for entry in neo_compile/*; do
-  [ "$(basename "$entry")" = __pycache__ ] || ln -s "$root/$entry" "$tree/neo_compile/"
+  case $(basename "$entry") in __pycache__ | runtime) ;; *) ln -s "$root/$entry" "$tree/neo_compile/" ;; esac
 done
 ln -s "$root/runtime" "$tree/neo_compile/runtime"
 cd "$tree"

@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 EXPECTED = {
-    "generate_hf": "the same tokens as without compiling",
+    "generate_hf": "tokens decoded on the host",
     "inspect_graph": "sites",
     "offline_batch": "requests decoded on the host",
 }

@@ -1,0 +1,185 @@
+"""Room for the next tokens of some rows: which tier each row lives in, new blocks, copies of shared blocks.
+
+A row is wholly in one tier. New rows go to the device while it has room for them and one more block each, then to the
+host. When the device fills in the middle of a generation whole rows move to the host, the last ones first, and the
+other way round when the host fills and the device has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neo_compile.errors import CapacityError
+from neo_compile.runtime.generate.rows import TIERS, Int32s, PagedRows
+from neo_compile.runtime.request import Tier
+
+_DEVICE, _HOST = 0, 1  # positions in TIERS
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks to copy before the next attention: pairs int64 [N, 2] of (source, target) block ids."""
+
+    source: Tier
+    target: Tier
+    pairs: NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Room:
+    """What `make_room` has done.
+
+    Attributes:
+        copies: to be made in this order.
+        num_moved_rows: rows that change tiers.
+    """
+
+    copies: list[BlockCopies] = field(default_factory=list)
+    num_moved_rows: int = 0
+
+
+def make_room(rows: PagedRows, num_new: Int32s, tiers: Sequence[Tier] = TIERS) -> Room:
+    """Blocks for `num_new[i]` further tokens of row i, none of which others share.
+
+    Args:
+        tiers: where new rows may go, best first.
+
+    Raises:
+        CapacityError: the tiers cannot hold the rows; nothing has changed.
+    """
+    with rows.blocks.lock:
+        placed = _place(rows, num_new, [TIERS.index(tier) for tier in tiers])
+        room = Room()
+        for code in (_HOST, _DEVICE):  # rows leave for the host first: what they free may be taken at once
+            _move(rows, np.flatnonzero((placed != rows.tiers) & (placed == code)), code, room)
+        _grow(rows, num_new)
+        _unshare(rows, num_new, room)
+        return room
+
+
+def _place(rows: PagedRows, num_new: Int32s, codes: Sequence[int]) -> NDArray[np.int8]:
+    """The tier of each row such that everything fits; changes nothing."""
+    blocks = rows.blocks
+    total = np.maximum(rows.num_needed(num_new), rows.num_blocks)
+    growth = total - rows.num_blocks + _num_shared(rows, num_new)
+    free = [blocks.num_free(tier) for tier in TIERS]
+    placed = rows.tiers.copy()
+    is_new = rows.num_blocks == 0
+    for code in (_DEVICE, _HOST):
+        free[code] -= int(growth[~is_new & (placed == code)].sum())
+    for row in np.flatnonzero(is_new):
+        need = int(total[row])
+        headroom = min(1, need)
+        # Without headroom, if need be: the row may move later.
+        roomy = (c for wanted in (need + headroom, need) for c in codes if free[c] >= wanted)
+        code = next(roomy, codes[0])
+        placed[row] = code
+        free[code] -= need
+    for code, other in ((_DEVICE, _HOST), (_HOST, _DEVICE)):
+        if free[code] < 0 and other in codes:
+            _relieve(rows, placed, free, total, growth, is_new, code, other)
+    if min(free) < 0:
+        raise _does_not_fit(rows, total)
+    return placed
+
+
+def _relieve(
+    rows: PagedRows,
+    placed: NDArray[np.int8],
+    free: list[int],
+    total: Int32s,
+    growth: Int32s,
+    is_new: NDArray[np.bool_],
+    code: int,
+    other: int,
+) -> None:
+    """Move rows from one tier to the other, the last first, until the one has no debt, as far as the other has room."""
+    for row in np.flatnonzero(placed == code)[::-1]:
+        if free[code] >= 0:
+            return
+        need = int(total[row])
+        if free[other] < need:
+            continue
+        freed = need
+        if not is_new[row]:  # blocks that others share stay
+            freed = int(growth[row]) + int((rows.blocks.counts(TIERS[code], rows.table(row)) == 1).sum())
+        placed[row] = other
+        free[code] += freed
+        free[other] -= need
+
+
+def _does_not_fit(rows: PagedRows, total: Int32s) -> CapacityError:
+    blocks = rows.blocks
+    limits = {tier: blocks.pools[tier].num_blocks for tier in TIERS}
+    taken = sum(pool.num_taken for pool in blocks.pools.values()) - int(rows.num_blocks.sum())
+    need, limit = int(total.sum()), sum(limits.values())
+    others = f", of which {taken} hold the caches of other calls" if taken > 0 else ""
+    return CapacityError(
+        f"{rows.num_rows} rows need {need} KV blocks of {blocks.block_size} tokens (the longest {int(total.max())}; a "
+        f"row is wholly in one tier), but there are {limits[Tier.DEVICE]} on the device and {limits[Tier.HOST]} on the "
+        f"host{others}: raise device_cache or host_cache, or generate with fewer rows",
+        need=need,
+        limit=limit,
+        knob="host_cache",
+    )
+
+
+def _num_shared(rows: PagedRows, num_new: Int32s) -> Int32s:
+    """1 for rows whose next token goes into a block that others share, int32 [B]."""
+    return _is_shared(rows, num_new).astype(np.int32)
+
+
+def _is_shared(rows: PagedRows, num_new: Int32s) -> NDArray[np.bool_]:
+    """Rows whose next token goes into a block that others share. Only a partly filled block can be one."""
+    shared = np.zeros(rows.num_rows, dtype=np.bool_)
+    partial = np.flatnonzero((num_new > 0) & (rows.lengths % rows.blocks.block_size != 0))
+    if len(partial):
+        last = rows.tables[partial, rows.lengths[partial] // rows.blocks.block_size]
+        for code, tier in enumerate(TIERS):
+            mine = rows.tiers[partial] == code
+            shared[partial[mine]] = rows.blocks.counts(tier, last[mine]) > 1
+    return shared
+
+
+def _move(rows: PagedRows, moving: NDArray[np.int64], code: int, room: Room) -> None:
+    """Move rows to tier `code`; the blocks that they leave are free at once."""
+    pairs = []
+    for row in moving:
+        old = rows.table(row).copy()
+        rows.tiers[row] = code
+        rows.num_blocks[row] = 0
+        if not len(old):
+            continue
+        new = rows.blocks.take(TIERS[code], len(old))
+        rows.extend(row, new)
+        rows.blocks.release(TIERS[1 - code], old)
+        pairs.append(np.stack([old, new], axis=1))
+        room.num_moved_rows += 1
+    if pairs:
+        room.copies.append(BlockCopies(TIERS[1 - code], TIERS[code], np.concatenate(pairs).astype(np.int64)))
+
+
+def _grow(rows: PagedRows, num_new: Int32s) -> None:
+    growth = rows.num_needed(num_new) - rows.num_blocks
+    for row in np.flatnonzero(growth > 0):
+        rows.extend(int(row), rows.blocks.take(TIERS[rows.tiers[row]], int(growth[row])))
+
+
+def _unshare(rows: PagedRows, num_new: Int32s, room: Room) -> None:
+    """Give each row that would write into a shared block a copy; the last holder keeps the block."""
+    pairs: dict[int, list[tuple[int, int]]] = {_DEVICE: [], _HOST: []}
+    for row in np.flatnonzero(_is_shared(rows, num_new)):
+        code, column = int(rows.tiers[row]), rows.lengths[row] // rows.blocks.block_size
+        tier, old = TIERS[code], rows.tables[row, column : column + 1].copy()
+        if rows.blocks.counts(tier, old)[0] > 1:
+            new = rows.blocks.take(tier, 1)
+            rows.tables[row, column] = new[0]
+            rows.blocks.release(tier, old)
+            pairs[code].append((int(old[0]), int(new[0])))
+    for code, tier in enumerate(TIERS):
+        if pairs[code]:
+            room.copies.append(BlockCopies(tier, tier, np.array(pairs[code], dtype=np.int64)))
