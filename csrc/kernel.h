@@ -58,7 +58,7 @@ typedef void (*NeoStoreRowFn)(const float* src, float scale, void* dst, int32_t 
 
 // Kernels of one instruction set, by KV dtype.
 struct NeoKernelSet {
-  const char* name;   // "ispc-avx512", "ispc-avx2", "ispc-neon", "cpp-avx512", "cpp-avx2", "scalar"
+  const char* name;   // "ispc-avx512-bf16", "ispc-avx512", "ispc-avx2", "ispc-neon", "cpp-...", "scalar"
   NeoSpanFn span[3];  // by NeoDtype
   NeoLoadRowFn load_row;
   NeoStoreRowFn store_row;
@@ -99,6 +99,10 @@ NEO_DECLARE_ISPC()
 NEO_DECLARE_ISPC(_avx2)
 NEO_DECLARE_ISPC(_avx512skx)
 #undef NEO_DECLARE_ISPC
+
+// AVX512-BF16 (paged_attention_bf16.cpp), beside the ISPC kernels and beside the twin (build: NEO_AVX512_BF16).
+void neo_bf16_span_ispc(const struct NeoSpan* span);
+void neo_bf16_span_cpp(const struct NeoSpan* span);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,8 +1,9 @@
 """Loads the native module, picks the kernels for this CPU, and counts the CPUs we may use.
 
-Kernel sets ("ISAs") are named `ispc-avx512`, `ispc-avx2`, `ispc-neon`, `cpp-avx512`, `cpp-avx2` and `scalar`; which
-of them exist depends on how the package was built and on this CPU. `NEO_ISA` forces one, by its full name or by the
-instruction set alone (`NEO_ISA=avx2` takes the best available set for AVX2). A forced set never falls back silently.
+Kernel sets ("ISAs") are named `ispc-avx512-bf16`, `ispc-avx512`, `ispc-avx2`, `ispc-neon`, the same with `cpp-`, and
+`scalar`; which of them exist depends on how the package was built and on this CPU. `NEO_ISA` forces one, by its full
+name or by the instruction set alone (`NEO_ISA=avx2` takes the best available set for AVX2). A forced set never falls
+back silently.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ from neo_compile.reference import paged_decode_reference
 FORBIDDEN_BLOCK = 2**30
 # fp32 accumulation, about a thousand terms of order one; the output dtype's rounding comes on top.
 ABSOLUTE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Where q, K and V are all bf16 a kernel may round the softmax's weights to bf16: parts of the largest |v|.
+BF16_WEIGHTS = 2.0**-8
 
 
 @dataclass
@@ -112,7 +114,13 @@ class DecodeCase:
             self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens, self.scale, **self.options
         )
 
+    @property
+    def largest_v(self) -> float:
+        """The largest finite |v| in the cache."""
+        return self.v_cache.float().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+
     def check(self, out: Tensor) -> None:
-        torch.testing.assert_close(
-            out.double(), self.reference(), atol=ABSOLUTE[self.out_dtype], rtol=ABSOLUTE[self.out_dtype]
-        )
+        limit = ABSOLUTE[self.out_dtype]
+        may_round = self.q_dtype == self.kv_dtype == torch.bfloat16
+        absolute = limit + (BF16_WEIGHTS * self.largest_v if may_round else 0.0)
+        torch.testing.assert_close(out.double(), self.reference(), atol=absolute, rtol=limit)

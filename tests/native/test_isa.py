@@ -40,6 +40,7 @@ def random_case(rng: random.Random) -> DecodeCase:
         v_head_dim=rng.choice((None, rng.choice(HEAD_DIMS))),
         block_size=rng.choice((1, 7, 8, 16, 16, 32, 128)),
         kv_dtype=rng.choice((torch.float32, torch.float16, torch.bfloat16)),
+        q_dtype=rng.choice((torch.float32, torch.bfloat16)),
         interleaved=rng.random() < 0.7,
         window=rng.choice((None, None, 1, 16, 50)),
         softcap=rng.choice((None, None, 5.0)),

@@ -1,0 +1,326 @@
+// Paged decode attention for q, K and V in bf16 with AVX512-BF16: the chunks and the ABI of paged_attention.ispc
+// (kernel.h), with vdpbf16ps, which multiplies the stored bf16 in pairs and does twice the work of an fp32 FMA.
+//
+// Four query heads of a KV head share a vector, so that logits need few folds and a softmax has no loop over heads.
+// Eight run as two sets of four, which share what is loaded of a row; larger groups run in slices of eight, the last
+// one padded.
+//
+//   QK    lane = (head, pair)    q: four pairs of elements of four heads;  K: the same pairs of a row, once per head
+//         fold                   four rows' sums -> a vector of four heads x four tokens
+//   softmax                      on those vectors; the weights are rounded to bf16, two tokens in 32 bits
+//   PV    lane = element         V: two rows interleaved;  p: the weights of the two tokens, in every lane
+//
+// q is exact, since it was bf16 to begin with; products are exact and sums are fp32. Only the weights are rounded, to 8
+// bits, and their sum l is that of the rounded ones: an output is off by at most 2^-8 of the largest |v|. Where q is
+// not bf16, or fewer than four heads share a KV head (bound by memory anyway), NEO_BF16_FALLBACK does the span.
+#include <string.h>
+
+#include "kernel.h"
+#include "paged_attention_bf16_math.h"
+
+#ifndef NEO_BF16_NAME
+#error "NEO_BF16_NAME (this function) and NEO_BF16_FALLBACK (for the other spans) are set by the build"
+#endif
+
+extern "C" void NEO_BF16_FALLBACK(const NeoSpan* span);
+
+namespace {
+
+constexpr int kChunk = 64;  // tokens per softmax update, at most
+constexpr int kTile = 8;    // sums of QK that are held in registers: more would read more rows side by side
+constexpr float kInf = __builtin_inff();
+constexpr __mmask32 kAll = ~__mmask32{0};
+
+// Rows of a chunk, as offsets from KV head 0. Entries past the last token repeat it, so that whole tiles can be read,
+// and Ahead may look one further.
+struct ChunkRows {
+  int64_t k[kChunk + 1], v[kChunk + 1];
+  int32_t num_tokens;
+};
+
+inline void locate_chunk(const NeoSpan& span, int32_t begin, int32_t chunk, ChunkRows* rows) {
+  const int32_t n = span.token_end - begin < chunk ? span.token_end - begin : chunk;
+  int32_t block = begin / span.block_size, row = begin % span.block_size;
+  for (int32_t t = 0; t < n; row = 0, ++block) {
+    const int32_t end = n < t + span.block_size - row ? n : t + span.block_size - row;
+    int64_t k = span.block_table[block] * span.k_block_stride + row * span.k_token_stride;
+    int64_t v = span.block_table[block] * span.v_block_stride + row * span.v_token_stride;
+    for (; t < end; ++t, k += span.k_token_stride, v += span.v_token_stride) rows->k[t] = k, rows->v[t] = v;
+  }
+  for (int32_t t = n; t <= kChunk; ++t) rows->k[t] = rows->k[n - 1], rows->v[t] = rows->v[n - 1];
+  rows->num_tokens = n;
+}
+
+// Rows to prefetch while others are computed on: a line a step, in the order in which they lie in memory. (In the order
+// of the computation, which goes by columns, half of the bandwidth is lost.)
+class Ahead {
+ public:
+  Ahead(const uint16_t* base, const int64_t* offsets, int head_dim)
+      : base_(base), offsets_(offsets), lines_((head_dim + kLine - 1) / kLine), left_(lines_), next_(base + *offsets) {}
+
+  void step() {
+    _mm_prefetch(reinterpret_cast<const char*>(next_), _MM_HINT_T1);
+    next_ += kLine;
+    if (--left_ > 0) return;
+    next_ = base_ + *++offsets_;
+    left_ = lines_;
+  }
+
+ private:
+  const uint16_t* base_;
+  const int64_t* offsets_;
+  int lines_, left_;
+  const uint16_t* next_;
+};
+
+// q . k of kTile / S rows for S sets of heads. q: [head_dim / 32 rounded up, S, 4, 32], zero beyond head_dim; out:
+// [S, kChunk * 4], already at the first of the rows.
+template <int S>
+inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t* q, int head_dim, float* out,
+                       Ahead& ahead) {
+  constexpr int kRows = kTile / S;
+  __m512 sum[S][kRows];
+#pragma GCC unroll 2
+  for (int i = 0; i < S; ++i)
+#pragma GCC unroll 16
+    for (int t = 0; t < kRows; ++t) sum[i][t] = _mm512_setzero_ps();
+  int d = 0;
+  for (; d + kLine <= head_dim; d += kLine, q += S * kSet * kLine) {
+    __m512i part[S][kSet];
+#pragma GCC unroll 2
+    for (int i = 0; i < S; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < kSet; ++j) part[i][j] = _mm512_load_si512(q + (i * kSet + j) * kLine);
+#pragma GCC unroll 16
+    for (int t = 0; t < kRows; t += 2) {
+      const uint16_t *row = k + offsets[t] + d, *other = k + offsets[t + 1] + d;
+#pragma GCC unroll 4
+      for (int j = 0; j < kSet; ++j) {
+        const __m512i a = load_step(row + j * 8), b = load_step(other + j * 8);
+#pragma GCC unroll 2
+        for (int i = 0; i < S; ++i) {
+          sum[i][t] = dot_pairs(sum[i][t], a, part[i][j]);
+          sum[i][t + 1] = dot_pairs(sum[i][t + 1], b, part[i][j]);
+        }
+      }
+      ahead.step();
+      ahead.step();
+    }
+  }
+  for (int j = 0; d < head_dim; ++j, d += 8) {
+#pragma GCC unroll 16
+    for (int t = 0; t < kRows; ++t) {
+      const __m512i step = load_step(k + offsets[t] + d, head_dim - d);
+#pragma GCC unroll 2
+      for (int i = 0; i < S; ++i) sum[i][t] = dot_pairs(sum[i][t], step, _mm512_load_si512(q + (i * kSet + j) * kLine));
+      if (j == 0) ahead.step();
+    }
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < S; ++i)
+#pragma GCC unroll 2
+    for (int t = 0; t < kRows; t += 4)
+      _mm512_store_ps(out + i * kChunk * kSet + t * kSet,
+                      fold_quad(sum[i][t], sum[i][t + 1], sum[i][t + 2], sum[i][t + 3]));
+}
+
+// Dot products s [kChunk * 4] of one set -> weights 2^(x - m), rounded to bf16, two tokens in 32 bits. By lanes: m, the
+// sums l, and the factor by which what was accumulated so far shrinks.
+inline void soften_chunk(float* s, int num_tokens, const NeoSpan& span, float* m, float* l, float* decay) {
+  const __m512i lane_token = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
+  const __m512 scale = _mm512_set1_ps(span.q_scale), softcap = _mm512_set1_ps(span.softcap);
+  const int vectors = (num_tokens + 15) / 16 * 4;  // those past the last token are masked
+  const __m512 before = _mm512_load_ps(m);
+  __m512 top = before;
+  for (int i = 0; i < vectors; ++i) {
+    __m512 x = _mm512_mul_ps(_mm512_load_ps(s + 16 * i), scale);
+    if (span.softcap > 0) x = _mm512_mul_ps(softcap, tanh_accurate(x));
+    const __mmask16 valid = _mm512_cmplt_epi32_mask(lane_token, _mm512_set1_epi32(num_tokens - 4 * i));
+    x = _mm512_mask_mov_ps(_mm512_set1_ps(-kInf), valid, x);
+    _mm512_store_ps(s + 16 * i, x);
+    top = _mm512_max_ps(x, top);  // this way round a NaN is dropped
+  }
+  top = max_over_tokens(top);
+  // nothing but -inf so far: every weight is 0, not NaN
+  const __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top, _mm512_set1_ps(-kInf), _CMP_NEQ_OQ), top);
+  const __m512 shrink = exp2_nonpositive(_mm512_sub_ps(before, base));
+  __m512 sum = _mm512_setzero_ps();
+  for (int i = 0; i < vectors; i += 4) {
+    __m512 x[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) x[j] = _mm512_sub_ps(_mm512_load_ps(s + 16 * (i + j)), base);
+    exp2_nonpositive(x);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const __m512i p = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x[j])));
+      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(p, 16)));
+      const __m512i next = _mm512_shuffle_epi32(p, _MM_PERM_CDAB);
+      _mm512_store_si512(s + 16 * (i + j), _mm512_or_epi32(p, _mm512_slli_epi32(next, 16)));
+    }
+  }
+  _mm512_store_ps(l, _mm512_fmadd_ps(_mm512_load_ps(l), shrink, sum));
+  _mm512_store_ps(m, top);
+  _mm512_store_ps(decay, shrink);
+}
+
+// acc = acc * decay + p V for E lines of 32 elements, the last one with `mask`. A line of acc is two vectors, in the
+// order that interleaving two rows gives (see store_acc).
+template <int S, int E>
+inline void accumulate_lines(const uint16_t* v, const int64_t* offsets, int num_tokens, const float* weights,
+                             const float* decay, float* acc, int acc_stride, int d, __mmask32 mask, Ahead& ahead) {
+  constexpr int kHeads = kSet * S;
+  __m512 sum[kHeads][2 * E];
+#pragma GCC unroll 8
+  for (int h = 0; h < kHeads; ++h) {
+    const __m512 shrink = _mm512_set1_ps(decay[h / kSet * 16 + h % kSet * 4]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * E; ++i)
+      sum[h][i] = _mm512_mul_ps(shrink, _mm512_load_ps(acc + h * acc_stride + d + 16 * i));
+  }
+  const auto add = [&](int t, const uint16_t* first, const uint16_t* second,
+                       __mmask32 second_mask) __attribute__((always_inline)) {
+    const float* pair = weights + t / 4 * 16 + t % 4;
+    __m512i low[E], high[E];
+#pragma GCC unroll 4
+    for (int i = 0; i < E; ++i) {
+      const __mmask32 line_mask = i + 1 == E ? mask : kAll;
+      const __m512i a = _mm512_maskz_loadu_epi16(line_mask, first + i * kLine);
+      const __m512i b = _mm512_maskz_loadu_epi16(line_mask & second_mask, second + i * kLine);
+      low[i] = _mm512_unpacklo_epi16(a, b);
+      high[i] = _mm512_unpackhi_epi16(a, b);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < kHeads; ++h) {
+      const __m512i p = _mm512_castps_si512(_mm512_set1_ps(pair[h / kSet * kSet * kChunk + h % kSet * 4]));
+#pragma GCC unroll 4
+      for (int i = 0; i < E; ++i) {
+        sum[h][2 * i] = dot_pairs(sum[h][2 * i], low[i], p);
+        sum[h][2 * i + 1] = dot_pairs(sum[h][2 * i + 1], high[i], p);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * E; ++i) ahead.step();
+  };
+  int t = 0;
+  for (; t + 2 <= num_tokens; t += 2) add(t, v + offsets[t] + d, v + offsets[t + 1] + d, kAll);
+  if (t < num_tokens) add(t, v + offsets[t] + d, v + offsets[t] + d, 0);  // a zero, as 0 * v can be NaN
+#pragma GCC unroll 8
+  for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * E; ++i) _mm512_store_ps(acc + h * acc_stride + d + 16 * i, sum[h][i]);
+}
+
+template <int S>
+inline void accumulate_chunk(const uint16_t* v, const int64_t* offsets, int num_tokens, const float* weights,
+                             const float* decay, float* acc, int acc_stride, int head_dim, Ahead& ahead) {
+  constexpr int kWide = 2 / S;  // lines at once: sums for most of the registers
+  int d = 0;
+  for (; d + kWide * kLine <= head_dim; d += kWide * kLine)
+    accumulate_lines<S, kWide>(v, offsets, num_tokens, weights, decay, acc, acc_stride, d, kAll, ahead);
+  for (; d < head_dim; d += kLine)
+    accumulate_lines<S, 1>(v, offsets, num_tokens, weights, decay, acc, acc_stride, d,
+                           head_dim - d < kLine ? first_lanes(head_dim - d) : kAll, ahead);
+}
+
+inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
+
+// q of one slice of heads, [lines, S, 4, 32]: lane (head, pair) of a step.
+template <int S>
+inline void pack_q(const float* q, int q_stride, int num_heads, int head_dim, uint16_t* out) {
+  memset(out, 0, static_cast<size_t>(round_up(head_dim, kLine)) * S * kSet * sizeof(uint16_t));
+  for (int h = 0; h < num_heads; ++h)
+    for (int d = 0; d < head_dim; ++d) {
+      uint32_t bits;
+      memcpy(&bits, q + static_cast<int64_t>(h) * q_stride + d, sizeof(bits));
+      const int part = (d / kLine * S + h / kSet) * kSet + d % kLine / 8;
+      out[part * kLine + h % kSet * 8 + d % 8] = static_cast<uint16_t>(bits >> 16);
+    }
+}
+
+// A head's accumulators from interleaved order into plain order.
+inline void store_acc(const float* acc, int head_dim, float* out, int out_stride) {
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (int d = 0; d < head_dim; d += kLine) {
+    const __m512d a = _mm512_load_pd(acc + d), b = _mm512_load_pd(acc + d + 16);
+    _mm512_store_pd(out + d, _mm512_permutex2var_pd(a, low, b));
+    if (d + 16 < out_stride) _mm512_store_pd(out + d + 16, _mm512_permutex2var_pd(a, high, b));
+  }
+}
+
+template <int S>
+inline void attend_span(const NeoSpan& span) {
+  constexpr int kHeads = kSet * S;  // of a slice: the query heads of a KV head that are computed together
+  const uint16_t* k = static_cast<const uint16_t*>(span.k);
+  const uint16_t* v = static_cast<const uint16_t*>(span.v);
+  const int group = span.num_q_heads / span.num_kv_heads;
+  const int slices = (group + kHeads - 1) / kHeads;  // per KV head
+  const int k_dim = round_up(span.head_dim_k, kLine), v_dim = round_up(span.head_dim_v, kLine);
+  const int64_t num_slices = static_cast<int64_t>(span.num_kv_heads) * slices;
+  float* acc = span.scratch;  // [num_slices, kHeads, v_dim]
+  float* m = acc + num_slices * kHeads * v_dim;
+  float* l = m + num_slices * S * 16;
+  float* s = l + num_slices * S * 16;  // [S, kChunk * 4]
+  float* decay = s + kChunk * kHeads;
+  uint16_t* q = reinterpret_cast<uint16_t*>(decay + 16 * S);  // [num_slices, k_dim * kHeads]
+  const auto first_head = [&](int64_t slice) { return slice / slices * group + slice % slices * kHeads; };
+  const auto heads_of = [&](int64_t slice) {
+    const int left = group - static_cast<int>(slice % slices) * kHeads;
+    return left < kHeads ? left : kHeads;
+  };
+
+  memset(acc, 0, static_cast<size_t>(num_slices) * kHeads * v_dim * sizeof(float));
+  for (int64_t i = 0; i < num_slices * S; ++i) {
+    _mm512_store_ps(m + 16 * i, _mm512_set1_ps(-kInf));
+    _mm512_store_ps(l + 16 * i, _mm512_setzero_ps());
+  }
+  for (int64_t i = 0; i < num_slices; ++i)
+    pack_q<S>(span.q + first_head(i) * span.q_stride, span.q_stride, heads_of(i), span.head_dim_k,
+              q + i * k_dim * kHeads);
+
+  const int chunk = S == 1 ? kChunk / 2 : kChunk;  // fewer heads are bound by memory, and read quicker in shorter turns
+  ChunkRows chunks[2];
+  if (span.token_begin < span.token_end) locate_chunk(span, span.token_begin, chunk, &chunks[0]);
+  int turn = 0;
+  for (int begin = span.token_begin; begin < span.token_end; begin += chunk, turn ^= 1) {
+    const ChunkRows& rows = chunks[turn];
+    const ChunkRows* next = &rows;
+    if (begin + chunk < span.token_end) {
+      locate_chunk(span, begin + chunk, chunk, &chunks[turn ^ 1]);
+      next = &chunks[turn ^ 1];
+    }
+    for (int h = 0; h < span.num_kv_heads; ++h) {
+      const bool is_last = h + 1 == span.num_kv_heads;
+      const uint16_t* kh = k + h * span.k_head_stride;
+      const uint16_t* vh = v + h * span.v_head_stride;
+      for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
+        Ahead k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
+        Ahead v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
+        for (int t = 0; t < rows.num_tokens; t += kTile / S)
+          score_tile<S>(kh, rows.k + t, q + slice * k_dim * kHeads, span.head_dim_k, s + t * kSet, k_ahead);
+        for (int i = 0; i < S; ++i)
+          soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + 16 * (slice * S + i), l + 16 * (slice * S + i),
+                       decay + 16 * i);
+        accumulate_chunk<S>(vh, rows.v, rows.num_tokens, s, decay, acc + slice * kHeads * v_dim, v_dim, span.head_dim_v,
+                            v_ahead);
+      }
+    }
+  }
+
+  for (int64_t slice = 0; slice < num_slices; ++slice)
+    for (int h = 0; h < heads_of(slice); ++h) {
+      const int64_t head = first_head(slice) + h, set = (slice * S + h / kSet) * 16 + h % kSet * 4;
+      store_acc(acc + (slice * kHeads + h) * v_dim, span.head_dim_v, span.acc + head * span.acc_stride,
+                span.acc_stride);
+      span.m[head] = m[set];
+      span.l[head] = (l[set] + l[set + 1]) + (l[set + 2] + l[set + 3]);
+    }
+}
+
+}  // namespace
+
+extern "C" void NEO_BF16_NAME(const NeoSpan* span) {
+  const int group = span->num_q_heads / span->num_kv_heads;
+  if (!span->q_is_bf16 || group < kSet) return NEO_BF16_FALLBACK(span);
+  if (group == kSet) return attend_span<1>(*span);
+  return attend_span<2>(*span);
+}
