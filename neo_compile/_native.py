@@ -9,6 +9,7 @@ back silently.
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 try:
@@ -18,7 +19,7 @@ except ImportError as error:  # a source tree on the path without a build
         "neo_compile's native module is missing or does not load; build it with `pip install -e .` in the source tree"
     ) from error
 
-__all__ = ["available_isas", "built_isas", "cpu_quota", "has_ispc", "isa", "resolve_isa", "usable_cpus"]
+__all__ = ["available_isas", "built_isas", "cpu_name", "cpu_quota", "has_ispc", "isa", "resolve_isa", "usable_cpus"]
 
 
 def built_isas() -> list[str]:
@@ -51,6 +52,16 @@ def isa() -> str:
     """The kernel set in use by default: the one forced by NEO_ISA, otherwise the best available."""
     forced = os.environ.get("NEO_ISA")
     return resolve_isa(forced) if forced else available_isas()[0]
+
+
+def cpu_name() -> str:
+    """The processor's name, or its architecture where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def usable_cpus() -> list[int]:

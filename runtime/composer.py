@@ -157,12 +157,17 @@ class _Choice:
             batch_0 = batch_0._replace(
                 num_tokens=batch_0.num_tokens + num_batch_0,
                 num_host_decodes=num_batch_0,
+                num_logits=batch_0.num_logits + num_batch_0,
                 host_kv_tokens=self._host.kv_tokens(num_batch_1, num),
             )
         loads = [batch_0]
         if strategy is Strategy.PIPELINED:
             kv_tokens = self._host.kv_tokens(0, num_batch_1)
-            loads.append(SubBatchLoad(num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens))
+            loads.append(
+                SubBatchLoad(
+                    num_batch_1, num_host_decodes=num_batch_1, host_kv_tokens=kv_tokens, num_logits=num_batch_1
+                )
+            )
         predicted_ms = self.cost_model.iteration_ms(strategy, loads, self.work.num_swapped_blocks)
         worth = self._worth[num_prefills] + num * self.prices.decode_ms
         return Candidate(
@@ -178,6 +183,7 @@ class _Choice:
             prefill_attention_ms=attention_ms((p.start, p.num_tokens) for p in work.device_prefills),
             num_device_decodes=len(work.device_decodes),
             device_kv_tokens=kv_tokens_of(work.device_decodes),
+            num_logits=sum(prefill.samples for prefill in work.device_prefills) + len(work.device_decodes),
         )
         loads = [load]
         for prefill in work.host_prefills:
@@ -185,6 +191,7 @@ class _Choice:
                 num_tokens=load.num_tokens + prefill.num_tokens,
                 prefill_attention_ms=load.prefill_attention_ms + attention_ms([(prefill.start, prefill.num_tokens)]),
                 leaving_blocks=load.leaving_blocks - (-prefill.num_tokens // work.block_size),
+                num_logits=load.num_logits + prefill.samples,
             )
             loads.append(load)
         return loads

@@ -63,4 +63,7 @@ def load_of(sub_batch: SubBatch, cost_model: CostModel, block_size: int) -> SubB
         num_host_decodes=len(sub_batch.host_decodes),
         host_kv_tokens=kv_tokens_of(sub_batch.host_decodes),
         leaving_blocks=sum(-(-p.num_tokens // block_size) for p in sub_batch.prefills if p.tier is Tier.HOST),
+        num_logits=sum(p.samples for p in sub_batch.prefills)
+        + len(sub_batch.device_decodes)
+        + len(sub_batch.host_decodes),
     )

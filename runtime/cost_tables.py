@@ -1,8 +1,4 @@
-"""A cost model that interpolates measured tables, and its JSON form.
-
-The profiler writes the tables once per (model, dtype, device, thread layout, version); that tuple is the key, and
-tables are refused under another key.
-"""
+"""A cost model that interpolates measured tables, and its JSON form (`cost_files` keeps it)."""
 
 from __future__ import annotations
 
@@ -14,17 +10,20 @@ from neo_compile.errors import ConfigError
 from neo_compile.runtime.cost_model import CostModel
 from neo_compile.runtime.interpolation import Table1D, Table2D
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_NOTHING = Table1D("nothing", [1], [0.0])
 
 
 class TableCostModel(CostModel):
     """Milliseconds per layer, from tables.
 
     `tables` holds
-        "linear", "prefill_attention": {"tokens": [...], "ms": [...]}
+        "linear": {"tokens": [...], "ms": [...]}, one row's logits included
+        "prefill_attention": {"tokens": [...], "starts": [...], "ms": [[...], ...]} (a row per number of tokens)
         "device_decode", "host_attention": {"requests": [...], "kv_tokens": [...], "ms": [[...], ...]} (a row per
             number of requests; kv_tokens is the sum over them)
         "swap": {"blocks": [...], "ms": [...]}
+        "logits" (of an iteration, beyond the first row), "sampling": {"rows": [...], "ms": [...]}, 0 if left out
         "launch_ms" and "overhead_ms": numbers, 0 if left out
     """
 
@@ -38,18 +37,26 @@ class TableCostModel(CostModel):
             overhead_ms=float(tables.get("overhead_ms", 0.0)),
         )
         self.key = dict(key or {})
-        self._tables = dict(tables)
+        self.tables = dict(tables)
         self._linear = _table_1d(tables, "linear", "tokens")
-        self._prefill_attention = _table_1d(tables, "prefill_attention", "tokens")
-        self._device_decode = _table_2d(tables, "device_decode")
-        self._host_attention = _table_2d(tables, "host_attention")
+        self._prefill_attention = _table_2d(tables, "prefill_attention", "tokens", "starts")
+        self._device_decode = _table_2d(tables, "device_decode", "requests", "kv_tokens")
+        self._host_attention = _table_2d(tables, "host_attention", "requests", "kv_tokens")
         self._swap = _table_1d(tables, "swap", "blocks")
+        self._logits = _table_1d(tables, "logits", "rows") if "logits" in tables else _NOTHING
+        self._sampling = _table_1d(tables, "sampling", "rows") if "sampling" in tables else _NOTHING
 
     def raw_linear_ms(self, num_tokens: int) -> float:
         return self._linear(num_tokens)
 
-    def raw_prefill_attention_ms(self, num_tokens: int) -> float:
-        return self._prefill_attention(num_tokens)
+    def raw_prefill_attention_ms(self, num_tokens: int, start: int) -> float:
+        return self._prefill_attention(num_tokens, start)
+
+    def raw_logits_ms(self, num_logits: int) -> float:
+        return self._logits(num_logits)
+
+    def raw_sampling_ms(self, num_logits: int) -> float:
+        return self._sampling(num_logits)
 
     def raw_device_decode_ms(self, num_requests: int, kv_tokens: int) -> float:
         return self._device_decode(num_requests, kv_tokens)
@@ -65,7 +72,7 @@ class TableCostModel(CostModel):
             "version": FORMAT_VERSION,
             "key": self.key,
             "num_layers": self.num_layers,
-            "tables": self._tables,
+            "tables": self.tables,
         }
         return json.dumps(document, indent=1, sort_keys=True)
 
@@ -73,8 +80,13 @@ class TableCostModel(CostModel):
     def from_json(cls, text: str, *, key: Mapping[str, Any] | None = None) -> TableCostModel:
         """Reads what `to_json` wrote; ConfigError names the fields in which `key` differs."""
         document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ConfigError(f"cost tables are a JSON object, not {type(document).__name__}")
         if document.get("version") != FORMAT_VERSION:
             raise ConfigError(f"cost tables have version {document.get('version')!r}, this is {FORMAT_VERSION}")
+        missing = {"key", "num_layers", "tables"} - document.keys()
+        if missing:
+            raise ConfigError(f"the file lacks {', '.join(sorted(missing))}")
         found = document["key"]
         if key is not None:
             wanted = json.loads(json.dumps(dict(key)))  # tuples become lists, as they did in the file
@@ -91,6 +103,6 @@ def _table_1d(tables: Mapping[str, Any], name: str, axis: str) -> Table1D:
     return Table1D(name, tables[name][axis], tables[name]["ms"])
 
 
-def _table_2d(tables: Mapping[str, Any], name: str) -> Table2D:
+def _table_2d(tables: Mapping[str, Any], name: str, first_axis: str, second_axis: str) -> Table2D:
     table = tables[name]
-    return Table2D(name, table["requests"], table["kv_tokens"], table["ms"])
+    return Table2D(name, table[first_axis], table[second_axis], table["ms"])

@@ -25,14 +25,16 @@ from neo_compile.errors import CapacityError, ConfigError
 from neo_compile.runtime.block_pool import BlockPool
 from neo_compile.runtime.captured import captured_model
 from neo_compile.runtime.cost_model import CostModel
+from neo_compile.runtime.cost_tables import TableCostModel
 from neo_compile.runtime.detokenizer import Tokenizer
 from neo_compile.runtime.device import DeviceConfig, open_device
 from neo_compile.runtime.executor import Executor, IterationResult
 from neo_compile.runtime.kv_cache import CacheConfig, KVCache
+from neo_compile.runtime.measurements import OnProgress
 from neo_compile.runtime.model_info import ModelInfo
 from neo_compile.runtime.outbox import Outbox
 from neo_compile.runtime.outputs import RequestOutput
-from neo_compile.runtime.profiler import load_or_measure_costs
+from neo_compile.runtime.profiler import load_or_measure_costs, profile
 from neo_compile.runtime.prompts import Prompt, as_params_list, as_prompt_list, read_prompt
 from neo_compile.runtime.request import FinishReason, Request, Tier
 from neo_compile.runtime.sampler import sample_rows
@@ -116,6 +118,7 @@ class Engine:
             policy=scheduler.policy,
             num_stages=staged.num_stages,
             num_artifacts=staged.num_artifacts,
+            cost_tables=cost_model.source,
         )
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
@@ -221,7 +224,27 @@ class Engine:
         with self._lock:
             counters = dataclasses.replace(self._stats)
             counters.iterations_by_strategy = dict(self._stats.iterations_by_strategy)
+            counters.predictions = self._stats.predictions.copy()
             return counters
+
+    def profile(self, *, force: bool = False, on_progress: OnProgress | None = None) -> TableCostModel:
+        """Measure all costs of this model on this machine, a minute or two, and keep them for the engines to come.
+
+        Where a full profile is kept already that one is returned, unless `force`. This engine goes on with the costs it
+        has.
+
+        Raises:
+            ConfigError: there are unfinished requests.
+        """
+        with self._lock:
+            self._check_open()
+            if self._scheduler.has_unfinished:
+                raise ConfigError("Engine.profile needs an idle engine: finish or abort its requests first")
+            budget = self._scheduler.config.max_num_batched_tokens
+            with self._device.launching(), torch.no_grad():
+                return profile(
+                    self._executor, self._info, max_num_batched_tokens=budget, force=force, on_progress=on_progress
+                )
 
     def start_timeline(self) -> None:
         """Record who computes what when, from the next iteration on."""
@@ -331,7 +354,8 @@ class Engine:
                 result = self._executor.execute(plan)
                 changed, stops = self._append_tokens(result)
                 times = result.times
-                self._scheduler.complete(plan, stops, measured_ms=times.total_ms, measured_parts=times.parts())
+                measured_ms = times.total_ms + times.sampling_ms
+                self._scheduler.complete(plan, stops, measured_ms=measured_ms, measured_parts=times.parts())
         except BaseException as error:  # Ctrl-C too: cache and books may disagree about every request under way
             self._end_running(f"an iteration failed: {error!r}")
             raise
@@ -353,6 +377,7 @@ class Engine:
 
     def _append_tokens(self, result: IterationResult) -> tuple[list[Session], dict[str, FinishReason]]:
         """Sample for every request of `result`; the sessions that changed, and why some of them end."""
+        start_ns = time.perf_counter_ns()
         sessions = [_session_of(request) for request in result.requests]
         if not sessions:
             return [], {}
@@ -373,6 +398,7 @@ class Engine:
                 logger.warning("request %s ends: %s", session.output_id, session.error)
             if reason is not None:
                 stops[session.request.request_id] = reason
+        result.times.sampling_ms = (time.perf_counter_ns() - start_ns) / 1e6
         return sessions, stops
 
     def _collect(self, sessions: list[Session]) -> None:

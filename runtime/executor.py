@@ -38,23 +38,54 @@ from neo_compile.runtime.swap import LayerCopies
 from neo_compile.runtime.timeline import Timeline
 from neo_compile.staged import StagedModel
 
+_SEEN_WAIT = 0.1  # a wait below this share of the host attention says nothing: it may have been done before
+
 
 @dataclass(slots=True)
 class IterationTimes:
-    """Milliseconds of one iteration, over all layers, as measured on the launching thread and the host pool."""
+    """Milliseconds of one iteration, over all layers, as measured on the launching thread and the host pool.
+
+    Attributes:
+        total_ms: from the first copy to the logits.
+        device_attention_ms: of each sub-batch, its prefills (also apart, in `prefill_attention_ms`) included.
+        wait_ms: the launching thread's waiting, for host attention and for copies (those also apart, in
+            `copy_wait_ms`).
+        sampling_ms: from the logits to the requests' tokens, after `total_ms`.
+    """
 
     total_ms: float = 0.0
     device_attention_ms: list[float] = field(default_factory=list)
+    prefill_attention_ms: list[float] = field(default_factory=list)
     host_attention_ms: list[float] = field(default_factory=list)
     wait_ms: float = 0.0
+    copy_wait_ms: float = 0.0
+    sampling_ms: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """The parts that correct the cost model, by their names there, where this iteration shows them apart."""
-        other_ms = sum(self.device_attention_ms) + self.wait_ms
-        parts = {"linear": self.total_ms - other_ms}
-        if any(self.host_attention_ms):
-            parts["host_attention"] = sum(self.host_attention_ms)
-        return parts
+        """The parts that correct the cost model, by their names there, where this iteration shows them apart.
+
+        "linear" is all that the launching thread did beside device attention and waiting.
+        """
+        device_ms, prefill_ms = sum(self.device_attention_ms), sum(self.prefill_attention_ms)
+        parts = {
+            "linear": self.total_ms - device_ms - self.wait_ms,
+            "prefill_attention": prefill_ms,
+            "device_attention": device_ms - prefill_ms,
+            "host_attention": sum(self.host_attention_ms),
+            "launch": self._launch_ms(),
+            "sampling": self.sampling_ms,
+        }
+        return {part: part_ms for part, part_ms in parts.items() if part_ms > 0}
+
+    def _launch_ms(self) -> float:
+        """How much longer host attention took for the launching thread than by its tickets; 0 where it is not seen.
+
+        It is seen where it was waited for, by a single sub-batch: the wait began after its device attention.
+        """
+        host_wait_ms = self.wait_ms - self.copy_wait_ms
+        if len(self.host_attention_ms) != 1 or host_wait_ms <= _SEEN_WAIT * self.host_attention_ms[0]:
+            return 0.0
+        return host_wait_ms + self.device_attention_ms[0] - self.host_attention_ms[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +127,10 @@ class SubBatchAttention:
         self._copies = copies
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
         self.device_attention_ns = 0
+        self.prefill_attention_ns = 0
         self.host_attention_ns = 0
         self.wait_ns = 0
+        self.copy_wait_ns = 0
         self._in_flight: Ticket | None = None
 
     def begin(
@@ -121,6 +154,8 @@ class SubBatchAttention:
         start_ns = time.perf_counter_ns()
         for chunk in batch.prefills:
             self._prefill(chunk, rows)
+        if batch.prefills:
+            self.prefill_attention_ns += time.perf_counter_ns() - start_ns
         if batch.device_decodes is not None:
             ticket = self._submit(Tier.DEVICE, batch.device_decodes, rows)
             ticket.wait()
@@ -156,6 +191,7 @@ class SubBatchAttention:
         self._copies.wait(layer)
         end_ns = time.perf_counter_ns()
         self.wait_ns += end_ns - start_ns
+        self.copy_wait_ns += end_ns - start_ns
         self._record("device", "wait", layer, start_ns, end_ns, name="wait for swap")
 
     def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
@@ -343,6 +379,8 @@ def _times(handlers: list[SubBatchAttention], total_ns: int) -> IterationTimes:
     times = IterationTimes(total_ms=total_ns / 1e6)
     for handler in handlers:
         times.device_attention_ms.append(handler.device_attention_ns / 1e6)
+        times.prefill_attention_ms.append(handler.prefill_attention_ns / 1e6)
         times.host_attention_ms.append(handler.host_attention_ns / 1e6)
         times.wait_ms += handler.wait_ns / 1e6
+        times.copy_wait_ms += handler.copy_wait_ns / 1e6
     return times

@@ -42,7 +42,7 @@ class Table1D:
 
 
 class Table2D:
-    """z over (x, y): bilinear, with the same edges as `Table1D` on both axes; 0 where x <= 0 or y <= 0."""
+    """z over (x, y): bilinear, with the same edges as `Table1D` on both axes; 0 at x <= 0."""
 
     def __init__(self, name: str, xs: Sequence[float], ys: Sequence[float], rows: Sequence[Sequence[float]]) -> None:
         self.xs = _check_axis(f"{name} (first axis)", xs)
@@ -52,7 +52,7 @@ class Table2D:
             raise ConfigError(f"table {name!r}: must be {len(self.xs)} rows of {len(self.ys)} values")
 
     def __call__(self, x: float, y: float) -> float:
-        if x <= 0 or y <= 0:
+        if x <= 0:
             return 0.0
         top, bottom, share_x = _locate(self.xs, x)
         left, right, share_y = _locate(self.ys, y)

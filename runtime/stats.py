@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from neo_compile.runtime.executor import IterationTimes
 from neo_compile.runtime.plan import IterationPlan
+from neo_compile.runtime.predictions import MAX_KEPT, Prediction
 from neo_compile.runtime.session import Session
 
 
@@ -36,10 +38,17 @@ class EngineStats:
     policy: str = ""
     num_stages: int = 0
     num_artifacts: int = 0
+    cost_tables: str = ""
+    """Which cost tables serve: a full profile, quick tables, or a model that the caller gave."""
+    predictions: deque[Prediction] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
+    """The newest iterations' predicted and measured times (`predictions.error_summaries` sums them up)."""
 
     def count(self, plan: IterationPlan, times: IterationTimes, num_outputs: int) -> None:
         """Add one iteration, in which `num_outputs` tokens were sampled."""
         self.num_iterations += 1
+        measured_ms = times.total_ms + times.sampling_ms
+        if plan.predicted_ms > 0 and measured_ms > 0:
+            self.predictions.append(Prediction(plan.strategy.value, plan.predicted_ms, measured_ms))
         name = plan.strategy.value
         self.iterations_by_strategy[name] = self.iterations_by_strategy.get(name, 0) + 1
         self.num_swap_outs += len(plan.swap_outs)

@@ -22,7 +22,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_llama(tmp_path_factory.mktemp("tiny_llama")))
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["demo"], ["explain"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["demo"], ["explain"], ["profile"], ["doctor"]])
 def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--help"])

@@ -120,8 +120,9 @@ def test_the_command(folder, tmp_path, capsys):
     report = tmp_path / "report.json"
     options = f"--model {folder} --trace osc --num-requests 6 --max-model-len 500 --device-tokens 500 --stages eager"
     policies = "--policy device-only:recompute,device-only:reserve,neo,host-only"
-    assert main(f"bench throughput {options} {policies} --runs 1 --json {report}".split()) == 0
+    assert main(f"bench throughput {options} {policies} --runs 1 --cost-errors --json {report}".split()) == 0
     out = capsys.readouterr().out
+    assert "host-only: given by the caller" in out
     assert "device-only:recompute" in out
     assert "(a single run)" in out
     document = json.loads(report.read_text())
@@ -133,6 +134,10 @@ def test_the_command(folder, tmp_path, capsys):
     (ratio,) = document["ratios"].values()
     best = max(row["output_throughput"] for row in rows[:2])
     assert ratio["value"] == pytest.approx(rows[2]["output_throughput"] / best)
+    errors = document["cost_errors"]["host-only"]
+    assert errors["all"]["num_iterations"] >= rows[3]["num_iterations"]
+    assert 0 <= errors["all"]["p50"] <= errors["all"]["p90"] <= errors["all"]["p99"]
+    assert "device-only" not in errors
 
 
 def test_the_table_has_its_four_rows(folder, tmp_path):

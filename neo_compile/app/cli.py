@@ -17,7 +17,7 @@ from neo_compile.errors import NeoError
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("generate", "demo", "explain_command", "bench", "simulate", "doctor")
+COMMANDS = ("generate", "demo", "explain_command", "profile_command", "bench", "simulate", "doctor")
 
 DESCRIPTION = """\
 neo_compile serves more requests from a device whose memory is full: part of the requests keep their KV cache

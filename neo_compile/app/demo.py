@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the measured runs (default: by the CPU)")
     parser.add_argument("--stages", default="inductor", choices=["inductor", "eager"], help="see `neo generate -h`")
     parser.add_argument("--out", default="out", metavar="DIR", help="where picture and trace go (default: %(default)s)")
-    parser.set_defaults(run=run, block_size=16, max_num_seqs=256, max_num_batched_tokens=2048, host_slowdown=1.0)
+    parser.set_defaults(run=run, block_size=16, max_num_seqs=256, max_num_batched_tokens=2048)
 
 
 def run(args: argparse.Namespace) -> int:

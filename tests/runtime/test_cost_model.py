@@ -12,10 +12,12 @@ from neo_compile.runtime.plan import Strategy
 
 TABLES = {
     "linear": {"tokens": [1, 32, 64], "ms": [1.0, 1.0, 2.0]},
-    "prefill_attention": {"tokens": [16, 32], "ms": [1.0, 4.0]},
+    "prefill_attention": {"tokens": [16, 32], "starts": [0, 16], "ms": [[1.0, 3.0], [4.0, 8.0]]},
     "device_decode": {"requests": [1, 8], "kv_tokens": [100, 200], "ms": [[1.0, 2.0], [2.0, 3.0]]},
     "host_attention": {"requests": [1, 8], "kv_tokens": [100, 200], "ms": [[4.0, 8.0], [8.0, 12.0]]},
     "swap": {"blocks": [1, 10], "ms": [0.1, 1.0]},
+    "logits": {"rows": [1, 11], "ms": [0.0, 2.0]},
+    "sampling": {"rows": [1, 11], "ms": [1.0, 11.0]},
     "launch_ms": 0.5,
     "overhead_ms": 3.0,
 }
@@ -47,7 +49,8 @@ class TestTables:
         assert table(2, 15) == pytest.approx(3.0)
         assert table(1, 10) == 1.0
         assert table(3, 30) == pytest.approx(9.0)
-        assert table(0, 10) == table(1, 0) == 0.0
+        assert table(0, 10) == 0.0
+        assert table(1, 0) == 1.0
 
     def test_never_negative(self):
         assert Table1D("t", [1, 2], [2.0, 1.0])(100) == 0.0
@@ -73,6 +76,12 @@ class TestTableCostModel:
         assert model.device_decode_ms(1, 150) == pytest.approx(1.5)
         assert model.host_attention_ms(8, 100) == pytest.approx(8.5)  # with the launch
         assert model.host_attention_ms(0, 0) == 0.0
+        assert model.raw_logits_ms(6) == pytest.approx(1.0)
+        assert model.raw_sampling_ms(6) == pytest.approx(6.0)
+
+    def test_logits_and_sampling_may_be_left_out(self):
+        model = TableCostModel({n: t for n, t in TABLES.items() if n not in ("logits", "sampling")}, num_layers=2)
+        assert model.raw_logits_ms(64) == model.raw_sampling_ms(64) == 0.0
 
     def test_json_round_trip_checks_the_key(self):
         key = {"model": "tiny", "threads": (1, 1)}
@@ -122,10 +131,21 @@ class TestIterationTime:
         load = SubBatchLoad(1, num_host_decodes=1, host_kv_tokens=20)
         assert model.iteration_ms(Strategy.UNSPLIT, [load]) == pytest.approx(10 * (1 + 0.5 + 1) + 7)
 
-    def test_swaps_are_added_and_leaving_kv_bounds_the_period(self):
+    def test_rows_are_paid_once_an_iteration_and_overhead_once_a_sub_batch(self):
+        model = TableCostModel(TABLES, num_layers=10)
+        one = SubBatchLoad(num_tokens=8, num_logits=6)
+        assert model.iteration_ms(Strategy.DEVICE_ONLY, [one]) == pytest.approx(10 * 1 + 3 + 1 + 6)
+        assert model.iteration_ms(Strategy.PIPELINED, [one, one]) == pytest.approx(10 * 2 + 2 * (3 + 1) + 12)
+        parts = model.predict_parts([one, one])
+        assert (parts["linear"], parts["sampling"]) == (pytest.approx(10 * 2 + 2 * (3 + 1)), pytest.approx(12))
+
+    def test_copies_bound_the_period_from_below(self):
         model = simple_model()
         load = SubBatchLoad(num_tokens=4)
-        assert model.iteration_ms(Strategy.DEVICE_ONLY, [load], 20) == pytest.approx(10 * (1 + 2))
+        assert model.iteration_ms(Strategy.DEVICE_ONLY, [load], 5) == pytest.approx(10 * 1)
+        assert model.iteration_ms(Strategy.DEVICE_ONLY, [load], 20) == pytest.approx(10 * 2)
+        both = load._replace(leaving_blocks=10)
+        assert model.iteration_ms(Strategy.DEVICE_ONLY, [both], 20) == pytest.approx(10 * 3)
         assert model.iteration_ms(Strategy.UNSPLIT, [load._replace(leaving_blocks=5)]) == pytest.approx(10 * 1)
         assert model.iteration_ms(Strategy.UNSPLIT, [load._replace(leaving_blocks=40)]) == pytest.approx(10 * 4)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from itertools import pairwise
 
 import pytest
 
-from neo_compile.runtime.cost_tables import TableCostModel
 from neo_compile.runtime.iteration_bound import bound_of
-from neo_compile.runtime.profiler import load_or_measure_costs, measure_tables
 from tests.helpers.engines import balanced_costs, greedy, hf_greedy, make_engine, random_prompts, tiny_llama
 
 
@@ -88,39 +85,3 @@ def test_a_failure_in_the_model_leaves_no_work_behind(engine, model, monkeypatch
     for request_id in ids:
         engine.abort(request_id)
     assert engine.generate([5, 6, 7], greedy(5))[0].token_ids == hf_greedy(model, [5, 6, 7], 5)
-
-
-def test_measured_tables_make_a_cost_model(engine, monkeypatch, tmp_path):
-    monkeypatch.setenv("NEO_CACHE", str(tmp_path))
-    with engine._device.launching():
-        costs = load_or_measure_costs(engine._executor, engine._info)
-        files = list(tmp_path.rglob("*.json"))
-        assert len(files) == 1
-        start = time.perf_counter()
-        again = load_or_measure_costs(engine._executor, engine._info)
-        assert time.perf_counter() - start < 5
-    assert again.to_json() == costs.to_json()
-    assert costs.linear_ms(64) >= costs.linear_ms(1) > 0
-    assert costs.host_attention_ms(4, 4096) > 0
-
-
-def test_unusable_tables_are_measured_again(engine, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("NEO_CACHE", str(tmp_path))
-    monkeypatch.setattr("neo_compile.runtime.profiler.LINEAR_TOKENS", (1, 4))
-    with engine._device.launching():
-        load_or_measure_costs(engine._executor, engine._info)
-        (path,) = tmp_path.rglob("*.json")
-        path.write_text(path.read_text().replace('"block_size": 16', '"block_size": 99'))
-        load_or_measure_costs(engine._executor, engine._info)
-    assert "block_size: 99" in caplog.text
-    assert '"block_size": 16' in path.read_text()
-
-
-def test_tables_are_positive_and_complete(engine, monkeypatch):
-    monkeypatch.setattr("neo_compile.runtime.profiler.LINEAR_TOKENS", (1, 4))
-    with engine._device.launching():
-        tables = measure_tables(engine._executor)
-    costs = TableCostModel(tables, num_layers=3)
-    assert costs.raw_swap_ms(10) > 0
-    assert costs.raw_device_decode_ms(4, 400) > 0
-    assert costs.raw_prefill_attention_ms(100) > 0

@@ -4,10 +4,11 @@ import pytest
 
 from neo_compile.errors import CapacityError
 from neo_compile.runtime.block_pool import BlockPool
+from neo_compile.runtime.composition import Composition
 from neo_compile.runtime.plan import IterationPlan, Strategy
 from neo_compile.runtime.request import Request, RequestStatus, Tier
 from neo_compile.runtime.scheduler import Scheduler, SchedulerStallError
-from neo_compile.runtime.scheduler_config import SchedulerConfig
+from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
 from tests.helpers.virtual_engine import VirtualEngine, t4_llama2_7b
 
 
@@ -358,6 +359,41 @@ class TestEnds:
             assert virtual.scheduler.schedule().is_empty
         with pytest.raises(SchedulerStallError, match="stuck: waiting"):
             virtual.scheduler.schedule()
+
+    @pytest.mark.parametrize("policy", list(POLICIES))
+    def test_a_composer_that_never_runs_anything_is_found_out(self, policy):
+        class Lazy:
+            def compose(self, work, prices):
+                return Composition(Strategy.DEVICE_ONLY, (), 0.0)
+
+        virtual = engine(policy=policy)
+        virtual.scheduler._composer = Lazy()
+        virtual.add(request("stuck", 4))
+        with pytest.raises(SchedulerStallError, match=rf"nothing scheduled .*policy='{policy}'(.|\n)*stuck: "):
+            virtual.run([])
+
+    def test_prefills_computed_over_and_over_are_found_out(self, monkeypatch):
+        """A request is preempted whenever its prompt is half computed."""
+        virtual = engine(max_num_batched_tokens=4)
+        virtual.check = False
+
+        def thrash(decision, tier):
+            for victim in list(virtual.scheduler.queues.running[tier].values()):
+                if victim.num_computed_tokens >= 8:
+                    virtual.scheduler.queues.preempt(victim)
+                    decision.preempted.append(victim)
+
+        monkeypatch.setattr(virtual.scheduler._tiering, "grow_or_evict", thrash)
+        stuck = request("stuck", 16)
+        virtual.add(stuck)
+        with pytest.raises(SchedulerStallError, match=r"3\d tokens computed since(.|\n)*stuck: "):
+            virtual.run([], max_iterations=100)
+        assert stuck.num_preemptions > 1
+
+    def test_a_long_prompt_in_tiny_chunks_is_not_a_standstill(self):
+        virtual = engine(device_blocks=100, max_num_batched_tokens=1)
+        (finished,) = virtual.run([request("a", 300, 2)]).finished
+        assert finished.finish_reason == "length"
 
     def test_nothing_to_do_is_not_a_standstill(self):
         virtual = engine()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from neo_compile import _native
@@ -16,22 +15,12 @@ PACKAGES = ("neo-compile", "torch", "transformers")
 def machine_facts(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
     """CPU, usable cores, kernels and versions of what is installed of `packages`."""
     return {
-        "cpu": cpu_name(),
+        "cpu": _native.cpu_name(),
         "usable_cpus": len(_native.usable_cpus()),
         "isa": _native.isa(),
         "python": platform.python_version(),
         "versions": _versions(packages),
     }
-
-
-def cpu_name() -> str:
-    """The processor's name, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from neo_compile.app.bench.cost_errors import HELP as COST_ERRORS_HELP
+from neo_compile.app.bench.cost_errors import as_json, print_cost_errors
 from neo_compile.app.bench.loads import add_load_options, describe_load, read_load
 from neo_compile.app.bench.systems import DEVICE_ONLY_ANSWERS, ONE_TIER, SYSTEMS_HELP, UNLIMITED, parse_systems
 from neo_compile.app.bench.traces import Lengths
@@ -57,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--table", choices=tuple(TABLES), help="trace, cache sizes and policies of a known table")
     add_serving_options(parser, num_requests=40)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each policy (default: %(default)s)")
+    parser.add_argument("--cost-errors", action="store_true", help=COST_ERRORS_HELP)
     parser.add_argument("--timeline", metavar="FILE", help="afterwards one run more of neo, as a trace for Perfetto")
     parser.set_defaults(run=run)
 
@@ -93,13 +96,16 @@ def run(args: argparse.Namespace) -> int:
                     metrics = measure(engine, lengths, args.seed + number, on_progress=status.update_from)
                     rows.append({"policy": name, "run": number, **metrics})
                 if args.json:  # after every round, so that what takes long is never lost
-                    write_report(args.json, "throughput", args, rows, ratios=ratios_of(rows))
+                    more = {"cost_errors": as_json(engines)} if args.cost_errors else {}
+                    write_report(args.json, "throughput", args, rows, ratios=ratios_of(rows), **more)
             if args.timeline:
                 _record_timeline(engines["neo"], lengths, args, status)
-        status.clear()
-        print_setting(args, lengths, num_left_out)
-        print(_table(rows) + "\n")
-        print_ratios(ratios_of(rows))
+            status.clear()
+            print_setting(args, lengths, num_left_out)
+            print(_table(rows) + "\n")
+            print_ratios(ratios_of(rows))
+            if args.cost_errors:
+                print_cost_errors(engines)
     return 0
 
 
