@@ -18,7 +18,7 @@ from tests.helpers.adversary import WrongTokensError, serve_at_random
 from tests.helpers.engines import tiny_llama
 
 SEEDS = range(1, 6)  # between them everything happens that `assert_all_happened` asks for
-SLOW_SEEDS = range(1000, 1150)
+NUM_SLOW_RUNS, NUM_SLOW_SEEDS = 6, 25
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +36,11 @@ def test_random_engines(model):
 
 
 @pytest.mark.slow
-def test_thousands_of_random_iterations(model):
-    counts = serve_seeds(model, SLOW_SEEDS)
-    assert_all_happened(counts, iterations=4000)
+@pytest.mark.parametrize("run", range(NUM_SLOW_RUNS))
+def test_thousands_of_random_iterations(model, run):
+    first = 1000 + run * NUM_SLOW_SEEDS
+    counts = serve_seeds(model, range(first, first + NUM_SLOW_SEEDS))
+    assert_all_happened(counts, iterations=4000 // NUM_SLOW_RUNS)
 
 
 def assert_all_happened(counts: Counter[str], iterations: int) -> None:
