@@ -39,8 +39,8 @@ class Load:
     staging_blocks: int | None = None
 
 
-# 48 host decodes take about as long as batch-0's linear stage on a Zen 4 core a side. A host that idles falls asleep, and
-# waking it costs the launching thread some 70 us: hence the one with an idle host.
+# 48 host decodes take about as long as batch-0's linear stage on a Zen 4 core a side. A host that idles falls asleep,
+# and waking it costs the launching thread some 70 us: hence the one with an idle host.
 LOADS = {
     "device-only": Load(128, decodes=(24, 0, 0)),
     "unsplit": Load(128, decodes=(12, 12, 0)),
