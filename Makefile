@@ -3,6 +3,8 @@
 #   PYTHON=python3.12    which Python makes the virtual environment
 #   VENV=.venv           where it goes
 #   PIP_ARGS=...         more arguments for every `pip install` (another index, --find-links, ...)
+#   DEMO_ARGS=...        options of `neo demo`, for `make demo`
+#   PYTEST_ARGS=...      options of pytest, for `make test`, `test-all` and `bench`
 #   NEO_REQUIRE_ISPC=1   fail where ISPC cannot be had, instead of building the C++ kernels only
 
 SHELL := /bin/bash

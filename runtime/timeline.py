@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class TimelineEvent(NamedTuple):
@@ -73,6 +73,18 @@ class Timeline:
     def write_chrome_trace(self, path: str | Path) -> None:
         """Write the JSON that chrome://tracing and Perfetto open (times in microseconds)."""
         Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self.events))}))
+
+    @classmethod
+    def from_chrome_trace(cls, document: dict[str, Any]) -> Timeline:
+        """What `write_chrome_trace` wrote, read back; times count from the first event."""
+        lanes = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
+        timeline = cls()
+        for event in document["traceEvents"]:
+            if event["ph"] == "X":
+                start_ns, end_ns = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
+                lane, iteration = lanes[event["tid"]], event["args"]["iteration"]
+                timeline.add(lane, event["name"], event["cat"], start_ns, end_ns, iteration)
+        return timeline
 
 
 def _chrome_events(events: list[TimelineEvent]) -> Iterable[dict[str, object]]:

@@ -17,7 +17,7 @@ from neo_compile.errors import NeoError
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("generate", "demo", "explain_command", "profile_command", "bench", "simulate", "doctor")
+COMMANDS = ("generate", "demo", "explain_command", "profile_command", "bench", "simulate", "plot", "doctor")
 
 DESCRIPTION = """\
 neo_compile serves more requests from a device whose memory is full: part of the requests keep their KV cache
@@ -38,31 +38,51 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Bad options and inputs are one line on standard error (-v: and a traceback) and exit code 2.
+    """Run one command. Bad options and inputs, and files that cannot be read or written, are one line on standard error
+    (-v: and a traceback) and exit code 2.
 
     Other errors are bugs and keep their traceback.
     """
     # Progress bars of weight loading would tear the status line apart.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
     try:
-        exit_code: int = args.run(args)
-        if sys.stdout is not None:  # None: closed (>&-)
-            sys.stdout.flush()
-    except (NeoError, ValueError) as error:
-        logger.info("the error in full", exc_info=True)
-        print(f"neo: {error}", file=sys.stderr)
-        return 2
+        return _run(argv)
     except KeyboardInterrupt:
         print("neo: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `neo ... | head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except (NeoError, ValueError, OSError) as error:
+        logger.info("the error in full", exc_info=True)
+        if isinstance(error, OSError) and error.filename is None:  # `neo ... > /dev/full`: what is buffered is lost
+            _drop_output()
+        print(f"neo: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit:  # --help
+        _flush()
+        raise
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    exit_code: int = args.run(args)
+    _flush()
     return exit_code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # None: closed (>&-)
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Standard output takes nothing any more; Python would try again, and complain, when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ The device is emulated: {device_threads} core(s) do a GPU's part (linear layers,
 device cache), {host_threads} other core(s) are the host (decode attention over the host cache). Everything is really
 computed, but the proportions are not a GPU's: here a core of either side reads memory equally fast, while a
 GPU outruns its host 3 to 6 times. device-only has the same device cores and cache; what does not fit waits.
-The figures are medians of {num_runs} runs each, taken in turn."""
+{figures}"""
 
 HEADERS = ("policy", "tokens/s", "mean latency s", "on host", "swaps", "preempted", "iterations")
 
@@ -39,7 +39,7 @@ def print_report(
         host_tokens=stats.host_blocks * stats.block_size,
         device_threads=stats.device_threads,
         host_threads=stats.host_threads,
-        num_runs=len(runs["neo"]),
+        figures=_describe_figures(len(runs["neo"])),
     )
     print(f"\n{setting}\n\n{format_table(HEADERS, [_row(policy, runs[policy]) for policy in runs])}\n")
     pairs = zip(runs["neo"], runs["device-only"], strict=True)
@@ -52,6 +52,12 @@ def print_report(
     print(f"Texts of both policies in {dtype}: {num_same} of {len(prompts)} the same.")
     if num_same < len(prompts) and dtype != "float32":
         print("(bfloat16 rounds differently in a batch of another size: an answer may turn elsewhere at a near-tie.)")
+
+
+def _describe_figures(num_runs: int) -> str:
+    if num_runs == 1:
+        return "The figures are of a single run each."
+    return f"The figures are medians of {num_runs} runs each, taken in turn."
 
 
 def _row(policy: str, runs: Sequence[ServedRun]) -> tuple[object, ...]:

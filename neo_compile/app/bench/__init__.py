@@ -8,6 +8,7 @@
     throughput.py       the command `neo bench throughput`: whole loads, policies side by side
     latency.py          the command `neo bench latency`: random arrivals; `rate_search.py`: the highest rate allowed
     sweep.py            the command `neo bench sweep`: neo against device-only over lengths and device caches
+    rival.py            the command `neo bench rival`: against transformers' own batching, in `rivals.py`
     systems.py          what is compared; `comparison.py`: engines in turn; `paired.py`: ratios of paired runs
     loads.py            options of a load, arrivals, prompts; `traces.py`: prompt and output lengths of services
     serving_metrics.py  throughput and latency under vLLM's names
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from neo_compile.app.bench import kernel, latency, sweep, throughput
+from neo_compile.app.bench import kernel, latency, rival, sweep, throughput
 
 DESCRIPTION = "Measure a part of neo_compile on this machine, beside what one would use instead."
 
@@ -35,3 +36,4 @@ def add_parser(subparsers: Any) -> None:
     throughput.add_parser(subparsers)
     latency.add_parser(subparsers)
     sweep.add_parser(subparsers)
+    rival.add_parser(subparsers)

@@ -64,7 +64,9 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def add_serving_options(parser: argparse.ArgumentParser, *, num_requests: int) -> None:
+def add_serving_options(
+    parser: argparse.ArgumentParser, *, num_requests: int, default_policy: str = DEFAULT_POLICIES
+) -> None:
     """What the serving benchmarks have in common: model, load, engine, --policy for several, --json."""
     add_model_options(parser)
     add_load_options(parser, num_requests=num_requests)
@@ -72,7 +74,7 @@ def add_serving_options(parser: argparse.ArgumentParser, *, num_requests: int) -
         "--max-model-len", type=int, metavar="N", help="leave out longer requests (default: the model's context)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write config, machine and rows to FILE, for `neo plot`")
-    add_engine_options(parser, policy_help=f"{SYSTEMS_HELP} (default: {DEFAULT_POLICIES})", default_policy=None)
+    add_engine_options(parser, policy_help=f"{SYSTEMS_HELP} (default: {default_policy})", default_policy=None)
 
 
 def run(args: argparse.Namespace) -> int:
