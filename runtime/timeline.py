@@ -82,8 +82,8 @@ class Timeline:
         for event in document["traceEvents"]:
             if event["ph"] == "X":
                 start_ns, end_ns = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
-                lane, iteration = lanes[event["tid"]], event["args"]["iteration"]
-                timeline.add(lane, event["name"], event["cat"], start_ns, end_ns, iteration)
+                lane, args = lanes[event["tid"]], event["args"]
+                timeline.events.append(TimelineEvent(lane, event["name"], event["cat"], start_ns, end_ns, **args))
         return timeline
 
 
@@ -101,5 +101,5 @@ def _chrome_events(events: list[TimelineEvent]) -> Iterable[dict[str, object]]:
             "tid": lanes[event.lane],
             "ts": (event.start_ns - origin) / 1e3,
             "dur": (event.end_ns - event.start_ns) / 1e3,
-            "args": {"iteration": event.iteration},
+            "args": {"iteration": event.iteration, "layer": event.layer, "sub_batch": event.sub_batch},
         }

@@ -22,10 +22,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_llama(tmp_path_factory.mktemp("tiny_llama")))
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["demo"], ["explain"], ["profile"], ["doctor"]])
-def test_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+COMMAND_LINES = (
+    *("", "generate", "demo", "explain", "profile", "doctor", "simulate", "plot"),
+    *("bench kernel", "bench throughput", "bench latency", "bench sweep", "bench rival"),
+)
+
+
+@pytest.mark.parametrize("command", COMMAND_LINES)
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main([*command, "--help"])
+        cli.main([*command.split(), "--help"])
     assert stop.value.code == 0
     assert "usage: neo" in capsys.readouterr().out
 

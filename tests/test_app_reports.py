@@ -30,13 +30,13 @@ def make_timeline(num_layers: int = 8) -> Timeline:
         now = iteration * 1000 * MS
         for layer in range(num_layers):
             for batch in (0, 1) if iteration == 3 else (0,):
-                timeline.add("device", f"linear {layer} b{batch}", "linear", now, now + 2 * MS, iteration)
+                timeline.add("device", "linear", now, now + 2 * MS, iteration, layer=layer, sub_batch=batch)
                 now += 2 * MS
                 if iteration > 1:
-                    host = ("host", f"host attention {layer} b{batch}", "host attention")
-                    timeline.add(*host, now, now + (4 - iteration) * MS, iteration)
+                    end = now + (4 - iteration) * MS
+                    timeline.add("host", "host attention", now, end, iteration, layer=layer, sub_batch=batch)
             if iteration > 1:
-                timeline.add("device", f"wait {layer} b0", "wait", now, now + MS // 2, iteration)
+                timeline.add("device", "wait", now, now + MS // 2, iteration, layer=layer, sub_batch=0)
                 now += MS // 2
     return timeline
 

@@ -102,8 +102,9 @@ def small_timeline() -> Timeline:
     timeline = Timeline()
     for iteration in (3, 4):
         start = iteration * 10_000_000
-        timeline.add("device", "linear 0 b0", "linear", start, start + 2_000_000, iteration)
-        timeline.add("host", "host attention 0 b1", "host attention", start + 500_000, start + 1_500_000, iteration)
+        timeline.add("device", "linear", start, start + 2_000_000, iteration, layer=0, sub_batch=0)
+        timeline.add("host", "host attention", start + 500_000, start + 1_500_000, iteration, layer=0, sub_batch=1)
+        timeline.add("device", "other", start + 2_000_000, start + 2_100_000, iteration, name="finish")
     return timeline
 
 
