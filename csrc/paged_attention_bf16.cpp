@@ -229,11 +229,11 @@ template <int S>
 inline void pack_q(const float* q, int q_stride, int num_heads, int head_dim, uint16_t* out) {
   memset(out, 0, static_cast<size_t>(round_up(head_dim, kLine)) * S * kSet * sizeof(uint16_t));
   for (int h = 0; h < num_heads; ++h)
-    for (int d = 0; d < head_dim; ++d) {
-      uint32_t bits;
-      memcpy(&bits, q + static_cast<int64_t>(h) * q_stride + d, sizeof(bits));
+    for (int d = 0; d < head_dim; d += 8) {  // q's rows are padded to 16 with zeros
+      const float* row = q + static_cast<int64_t>(h) * q_stride + d;
       const int part = (d / kLine * S + h / kSet) * kSet + d % kLine / 8;
-      out[part * kLine + h % kSet * 8 + d % 8] = static_cast<uint16_t>(bits >> 16);
+      _mm_store_si128(reinterpret_cast<__m128i*>(out + part * kLine + h % kSet * 8),
+                      _mm256_cvtepi32_epi16(_mm256_srli_epi32(_mm256_castps_si256(_mm256_load_ps(row)), 16)));
     }
 }
 

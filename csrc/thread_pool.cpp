@@ -126,6 +126,12 @@ std::shared_ptr<Submission> ThreadPool::submit(std::unique_ptr<Work> work) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) throw std::runtime_error("submit on a closed WorkerPool");
+    if (submission->num_tasks_ == 0 && queue_.empty()) {  // nothing to do, and its turn is now: wake nobody
+      submission->end_ns_ = steady_ns();
+      submission->start_ns_.store(submission->end_ns_, std::memory_order_relaxed);
+      submission->done_.store(true, std::memory_order_release);
+      return submission;
+    }
     queue_.push_back(submission);
     if (queue_.size() > 1) return submission;
     epoch_.fetch_add(1, std::memory_order_release);

@@ -44,7 +44,7 @@ def check_tensor(name: str, x: Tensor, dim: int) -> int:
         raise ValueError(f"{name} is {x.dtype}; float32, float16 and bfloat16 are supported")
     if x.dim() != dim:
         raise ValueError(f"{name} must have {dim} dimensions, its shape is {tuple(x.shape)}")
-    if x.device.type != "cpu":
+    if not x.is_cpu:
         raise ValueError(f"{name} is on {x.device}; host attention needs CPU tensors")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, its strides are {x.stride()}")
@@ -60,10 +60,14 @@ def _check_is_tensor(name: str, x: object) -> None:
 
 
 def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
-    code = check_tensor(name, x, 3)
-    if x.shape != shape:
+    """x as rows for the kernels. Called several times a layer: what is wrong is only found out once something is."""
+    code = _DTYPE_CODES.get(x.dtype) if isinstance(x, Tensor) else None
+    if code is None or x.shape != shape or not x.is_cpu:
+        check_tensor(name, x, 3)
         raise ValueError(f"{name} has shape {tuple(x.shape)}, the plan and cache say {shape}")
     strides = x.stride()
+    if strides[2] != 1:
+        check_tensor(name, x, 3)  # refused unless there is only one column
     return _C.Rows(x.data_ptr(), strides[0], strides[1], code)
 
 

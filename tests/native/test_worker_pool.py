@@ -296,6 +296,19 @@ def test_read_refuses_streams_beyond_its_range(any_pool: WorkerPool) -> None:
             any_pool.submit_read(torch.zeros(8), streams)
 
 
+def test_an_empty_batch_is_done_at_once_but_in_its_turn(any_pool: WorkerPool) -> None:
+    case = DecodeCase([])
+    plan, out = case.plan(), case.new_out()
+    idle = any_pool.submit(plan, case.q, case.k_cache, case.v_cache, out, scale=1.0)
+    assert idle.done()
+    assert idle.start_ns == idle.end_ns
+    copy = slow_copy(any_pool)
+    behind = any_pool.submit(plan, case.q, case.k_cache, case.v_cache, out, scale=1.0)
+    assert not behind.done()
+    behind.wait()
+    assert copy.done()
+
+
 def test_a_plan_belongs_to_one_pool(any_pool: WorkerPool) -> None:
     case = DecodeCase([20])
     plan, layer, out = case.plan(), LayerCache(case.k_cache, case.v_cache), case.new_out()
