@@ -11,8 +11,8 @@ import torch
 from neo_compile.host_attention import WorkerPool
 from neo_compile.runtime.device import AdversarialDevice, DeviceConfig, open_device
 from neo_compile.runtime.device.adversarial import DelayingWorkers
-from neo_compile.runtime.executor import SubBatchAttention
 from neo_compile.runtime.staging import Staging, _Ring
+from neo_compile.runtime.sub_batch_attention import SubBatchAttention
 from neo_compile.runtime.swap import LayerCopies
 from tests.helpers.adversary import WrongTokensError, serve_at_random
 from tests.helpers.engines import tiny_llama

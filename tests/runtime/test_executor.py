@@ -68,7 +68,7 @@ def test_parts_do_not_exceed_the_whole(engine, monkeypatch):
 
 def test_a_failure_in_the_model_leaves_no_work_behind(engine, model, monkeypatch):
     """The exception reaches the caller; attention in flight is waited for; after an abort the engine serves again."""
-    from neo_compile.runtime.executor import SubBatchAttention
+    from neo_compile.runtime.sub_batch_attention import SubBatchAttention
 
     ids = [engine.add_request(prompt, greedy(20)) for prompt in random_prompts([30] * 8)]
     for _ in range(4):

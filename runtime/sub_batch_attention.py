@@ -1,0 +1,182 @@
+"""Attention of one sub-batch at its sites, in both tiers: the host part is begun first and awaited last."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from neo_compile.attention import AttentionSite
+from neo_compile.runtime.batch import BatchTensors, DecodeRows, Geometry, PrefillChunk
+from neo_compile.runtime.device import Device, Ticket
+from neo_compile.runtime.kv_cache import KVCache
+from neo_compile.runtime.prefill import attend_chunk, store_chunk
+from neo_compile.runtime.request import Tier
+from neo_compile.runtime.staging import Staging
+from neo_compile.runtime.swap import LayerCopies
+from neo_compile.runtime.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class IterationContext:
+    """What the sub-batches of one iteration share.
+
+    Attributes:
+        copies: block copies that each layer's attention waits for.
+        staging: the way of host-bound KV off the device; None where the device writes to the host's memory.
+        timeline: records the iteration's intervals; None: nothing is recorded.
+        iteration: its number.
+    """
+
+    device: Device
+    caches: dict[Tier, KVCache]
+    copies: LayerCopies
+    staging: Staging | None
+    timeline: Timeline | None
+    iteration: int
+
+
+class _SiteRows(NamedTuple):
+    """What one site works on, all rows of the sub-batch: the linear stage's q, k, v, and the output."""
+
+    site: AttentionSite
+    q_THD: torch.Tensor
+    k_THD: torch.Tensor
+    v_THD: torch.Tensor
+    sinks: torch.Tensor | None
+    out_THD: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Begun:
+    """Attention of one site, begun: the output (device rows are in it), and the host rows' ticket."""
+
+    out: torch.Tensor
+    host_ticket: Ticket | None
+    site_index: int
+
+
+class SubBatchAttention:
+    """The attention handler of one sub-batch: begins host rows on the host pool, computes device rows, then waits."""
+
+    def __init__(self, context: IterationContext, batch: BatchTensors, index: int) -> None:
+        self._context = context
+        self._batch = batch
+        self._index = index
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self.device_attention_ns = 0
+        self.prefill_attention_ns = 0
+        self.host_attention_ns = 0
+        self.wait_ns = 0
+        self.copy_wait_ns = 0
+        self._in_flight: Ticket | None = None
+
+    def begin(
+        self,
+        site: AttentionSite,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> _Begun:
+        """Store this site's K and V, start the host rows' attention, and compute the device rows'."""
+        batch = self._batch
+        if not self._context.copies.is_done:
+            self._wait_copies(site.index)
+        out = self._output(site, q_THD)
+        rows = _SiteRows(site, q_THD, k_THD, v_THD, None if sinks is None else sinks.float(), out)
+        host_ticket = None
+        if batch.host_decodes is not None:
+            host_ticket = self._submit(Tier.HOST, batch.host_decodes, rows)
+            self._in_flight = host_ticket
+        start_ns = time.perf_counter_ns()
+        for chunk in batch.prefills:
+            self._prefill(chunk, rows)
+        if batch.prefills:
+            self.prefill_attention_ns += time.perf_counter_ns() - start_ns
+        if batch.device_decodes is not None:
+            ticket = self._submit(Tier.DEVICE, batch.device_decodes, rows)
+            ticket.wait()
+        if batch.prefills or batch.device_decodes is not None:
+            end_ns = time.perf_counter_ns()
+            self.device_attention_ns += end_ns - start_ns
+            self._record("device", "device attention", site.index, start_ns, end_ns)
+        return _Begun(out, host_ticket, site.index)
+
+    def finish(self, begun: _Begun) -> torch.Tensor:
+        """Wait for the host rows, if any; all rows of the site's output, [T, num_q_heads, v_head_dim]."""
+        ticket = begun.host_ticket
+        if ticket is not None:
+            start_ns = time.perf_counter_ns()
+            ticket.wait()
+            self._in_flight = None
+            end_ns = time.perf_counter_ns()
+            self.wait_ns += end_ns - start_ns
+            self.host_attention_ns += ticket.end_ns - ticket.start_ns
+            self._record("device", "wait", begun.site_index, start_ns, end_ns)
+            self._record("host", "host attention", begun.site_index, ticket.start_ns, ticket.end_ns)
+        return begun.out
+
+    def drain(self) -> None:
+        """After a failure: wait for host attention that nobody will finish, while its tensors are alive."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
+
+    def _wait_copies(self, layer: int) -> None:
+        """Wait for the block copies of `layer`: this layer's KV is read and written from here on."""
+        start_ns = time.perf_counter_ns()
+        self._context.copies.wait(layer)
+        end_ns = time.perf_counter_ns()
+        self.wait_ns += end_ns - start_ns
+        self.copy_wait_ns += end_ns - start_ns
+        self._record("device", "wait", layer, start_ns, end_ns, name="wait for swap")
+
+    def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
+        """Record one linear stage (called by the staged model when a timeline is attached)."""
+        self._record("device", "linear", stage, start_ns, end_ns)
+
+    def _output(self, site: AttentionSite, q_THD: torch.Tensor) -> torch.Tensor:
+        """The output buffer of a site. A site's output is dead once the next stage has read it: one serves all."""
+        key = (site.num_q_heads, site.v_head_dim)
+        if key not in self._outputs:
+            self._outputs[key] = torch.empty((q_THD.shape[0], *key), dtype=q_THD.dtype, device=q_THD.device)
+        return self._outputs[key]
+
+    def _submit(self, tier: Tier, decodes: DecodeRows, rows: _SiteRows) -> Ticket:
+        """Start the decode attention of one tier's rows; it first appends their K and V to the cache."""
+        device, cache, site = self._context.device, self._context.caches[tier], rows.site
+        pool = device.attention_pool if tier is Tier.DEVICE else device.host_pool
+        span = slice(decodes.row, decodes.row + decodes.num_requests)
+        return pool.submit_layer(
+            decodes.plans[Geometry.of(site)],
+            cache.layer(site.index),
+            rows.q_THD[span],
+            rows.out_THD[span],
+            scale=site.scale,
+            window=site.window,
+            softcap=site.softcap,
+            sinks=rows.sinks,
+            k_new=rows.k_THD[span],
+            v_new=rows.v_THD[span],
+        )
+
+    def _prefill(self, chunk: PrefillChunk, rows: _SiteRows) -> None:
+        """Store a chunk's K and V in its tier and compute its attention over the request's context so far."""
+        layer, context = rows.site.index, self._context
+        span = slice(chunk.row, chunk.row + chunk.num_tokens)
+        k_THD, v_THD = rows.k_THD[span], rows.v_THD[span]
+        if chunk.tier is Tier.HOST and context.staging is not None:
+            k_HSD, v_HSD = context.staging.store(layer, chunk, k_THD, v_THD)
+        else:
+            k_HSD, v_HSD = store_chunk(context.caches[chunk.tier], layer, chunk, k_THD, v_THD)
+        rows.out_THD[span] = attend_chunk(rows.site, rows.q_THD[span], k_HSD, v_HSD, rows.sinks)
+
+    def _record(
+        self, lane: str, category: str, layer: int, start_ns: int, end_ns: int, *, name: str | None = None
+    ) -> None:
+        timeline, iteration = self._context.timeline, self._context.iteration
+        if timeline is not None:
+            timeline.add(lane, category, start_ns, end_ns, iteration, name=name, layer=layer, sub_batch=self._index)
