@@ -12,6 +12,7 @@ from neo_compile.runtime.cost_grid import QUICK, Grid, full_grid
 from neo_compile.runtime.cost_tables import TableCostModel
 from neo_compile.runtime.measurements import measure_tables
 from neo_compile.runtime.profiler import cost_key, load_or_measure_costs, profile
+from neo_compile.runtime.timing import increasing, lower_quartile
 from tests.helpers.engines import make_engine, tiny_llama
 
 SMALL = Grid(
@@ -168,6 +169,12 @@ def test_a_cache_that_cannot_be_written_is_a_warning(engine, monkeypatch, tmp_pa
     monkeypatch.setenv("NEO_CACHE", str(tmp_path / "file"))
     assert "not kept" in quick(engine).source
     assert "cannot keep" in caplog.text
+
+
+def test_a_burst_of_other_work_is_taken_out():
+    """It only ever adds time, so a point is worth no more than any larger one."""
+    assert increasing([1.0, 5.0, 2.0, 3.0, 9.0, 4.0]) == [1.0, 2.0, 2.0, 3.0, 4.0, 4.0]
+    assert lower_quartile([5.0, 1.0, 9.0, 2.0, 3.0]) == 2.0
 
 
 def test_grids_reach_the_limits_of_an_iteration():
