@@ -37,5 +37,5 @@ def lower_quartile(times: list[float]) -> float:
 
 
 def increasing(times: list[float]) -> list[float]:
-    """Times of growing amounts of work, none above a later one: noise only adds, so more work that took less is right."""
+    """Times of growing amounts of work, none above a later one: noise only adds time, so the later one is right."""
     return [float(time_ms) for time_ms in np.minimum.accumulate(np.array(times)[::-1])[::-1]]
