@@ -34,10 +34,10 @@
 #define C3 2
 #define C4 2
 #else  // reading more rows side by side costs bandwidth when they come from memory
-#define TB1 4
-#define TB2 4
-#define TB3 4
-#define TB4 4
+#define TB1 1
+#define TB2 2
+#define TB3 2
+#define TB4 2
 #define C1 4
 #define C2 4
 #define C3 2
@@ -71,6 +71,14 @@ struct ChunkRows {
   int64 v[CHUNK];
   int32 num_tokens;
 };
+
+// Tokens per turn. Small groups are bound by memory, and read quicker if a turn is a page of K and a page of V of one head; the
+// larger a group, the more it is bound by arithmetic, of which a short turn has more.
+static uniform int tokens_per_turn(uniform int group, uniform int row_bytes) {
+  if (group > 4) return CHUNK;
+  const uniform int tokens = (group > 2 ? 8192 : 4096) / row_bytes / 16 * 16;
+  return min(CHUNK, max(16, tokens));
+}
 
 static unmasked void locate_chunk(const uniform NeoSpan *uniform span, uniform int begin, uniform int chunk,
                                   uniform ChunkRows *uniform rows) {
@@ -206,8 +214,7 @@ template <typename T> static unmasked void attend_span(const uniform NeoSpan *un
     span->m[h] = NEG_INF;
   }
 
-  // One query head per KV head is bound by memory, and reads a little quicker in shorter turns; more are bound by arithmetic.
-  const uniform int chunk = group == 1 ? CHUNK / 2 : CHUNK;
+  const uniform int chunk = tokens_per_turn(group, span->head_dim_k * sizeof(uniform T));
   uniform ChunkRows chunks[2];
   if (span->token_begin < span->token_end) locate_chunk(span, span->token_begin, chunk, &chunks[0]);
   uniform int turn = 0;

@@ -27,7 +27,7 @@ extern "C" void NEO_BF16_FALLBACK(const NeoSpan* span);
 namespace {
 
 constexpr int kChunk = 64;  // tokens per softmax update, at most
-constexpr int kTile = 8;    // sums of QK that are held in registers: more would read more rows side by side
+constexpr int kRows = 4;    // K rows side by side: more cost bandwidth when they come from memory
 constexpr float kInf = __builtin_inff();
 constexpr __mmask32 kAll = ~__mmask32{0};
 
@@ -37,6 +37,13 @@ struct ChunkRows {
   int64_t k[kChunk + 1], v[kChunk + 1];
   int32_t num_tokens;
 };
+
+// Four heads are bound by memory, and read quicker if a turn is a page of K and a page of V of one KV head; eight are
+// bound by arithmetic, of which a short turn has more.
+inline int tokens_per_turn(int sets, int head_dim) {
+  const int page = 4096 / (head_dim * 2) / 16 * 16;
+  return sets > 1 || page > kChunk ? kChunk : page < 16 ? 16 : page;
+}
 
 inline void locate_chunk(const NeoSpan& span, int32_t begin, int32_t chunk, ChunkRows* rows) {
   const int32_t n = span.token_end - begin < chunk ? span.token_end - begin : chunk;
@@ -73,16 +80,15 @@ class Ahead {
   const uint16_t* next_;
 };
 
-// q . k of kTile / S rows for S sets of heads. q: [head_dim / 32 rounded up, S, 4, 32], zero beyond head_dim; out:
+// q . k of kRows rows for S sets of heads. q: [head_dim / 32 rounded up, S, 4, 32], zero beyond head_dim; out:
 // [S, kChunk * 4], already at the first of the rows.
 template <int S>
 inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t* q, int head_dim, float* out,
                        Ahead& ahead) {
-  constexpr int kRows = kTile / S;
   __m512 sum[S][kRows];
 #pragma GCC unroll 2
   for (int i = 0; i < S; ++i)
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int t = 0; t < kRows; ++t) sum[i][t] = _mm512_setzero_ps();
   int d = 0;
   for (; d + kLine <= head_dim; d += kLine, q += S * kSet * kLine) {
@@ -91,7 +97,7 @@ inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t
     for (int i = 0; i < S; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < kSet; ++j) part[i][j] = _mm512_load_si512(q + (i * kSet + j) * kLine);
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int t = 0; t < kRows; t += 2) {
       const uint16_t *row = k + offsets[t] + d, *other = k + offsets[t + 1] + d;
 #pragma GCC unroll 4
@@ -108,7 +114,7 @@ inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t
     }
   }
   for (int j = 0; d < head_dim; ++j, d += 8) {
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int t = 0; t < kRows; ++t) {
       const __m512i step = load_step(k + offsets[t] + d, head_dim - d);
 #pragma GCC unroll 2
@@ -118,10 +124,7 @@ inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t
   }
 #pragma GCC unroll 2
   for (int i = 0; i < S; ++i)
-#pragma GCC unroll 2
-    for (int t = 0; t < kRows; t += 4)
-      _mm512_store_ps(out + i * kChunk * kSet + t * kSet,
-                      fold_quad(sum[i][t], sum[i][t + 1], sum[i][t + 2], sum[i][t + 3]));
+    _mm512_store_ps(out + i * kChunk * kSet, fold_quad(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
 }
 
 // Dot products s [kChunk * 4] of one set -> weights 2^(x - m), rounded to bf16, two tokens in 32 bits. By lanes: m, the
@@ -277,7 +280,7 @@ inline void attend_span(const NeoSpan& span) {
     pack_q<S>(span.q + first_head(i) * span.q_stride, span.q_stride, heads_of(i), span.head_dim_k,
               q + i * k_dim * kHeads);
 
-  const int chunk = S == 1 ? kChunk / 2 : kChunk;  // fewer heads are bound by memory, and read quicker in shorter turns
+  const int chunk = tokens_per_turn(S, span.head_dim_k);
   ChunkRows chunks[2];
   if (span.token_begin < span.token_end) locate_chunk(span, span.token_begin, chunk, &chunks[0]);
   int turn = 0;
@@ -295,7 +298,7 @@ inline void attend_span(const NeoSpan& span) {
       for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
         Ahead k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
         Ahead v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
-        for (int t = 0; t < rows.num_tokens; t += kTile / S)
+        for (int t = 0; t < rows.num_tokens; t += kRows)
           score_tile<S>(kh, rows.k + t, q + slice * k_dim * kHeads, span.head_dim_k, s + t * kSet, k_ahead);
         for (int i = 0; i < S; ++i)
           soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + 16 * (slice * S + i), l + 16 * (slice * S + i),
