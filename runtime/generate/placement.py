@@ -52,6 +52,8 @@ def make_room(rows: PagedRows, num_new: Int32s, tiers: Sequence[Tier] = TIERS) -
         CapacityError: the tiers cannot hold the rows; nothing has changed.
     """
     with rows.blocks.lock:
+        if (rows.num_needed(num_new) <= rows.num_blocks).all() and not _is_shared(rows, num_new).any():
+            return Room()  # most decode iterations
         placed = _place(rows, num_new, [TIERS.index(tier) for tier in tiers])
         room = Room()
         for code in (_HOST, _DEVICE):  # rows leave for the host first: what they free may be taken at once
@@ -65,7 +67,7 @@ def _place(rows: PagedRows, num_new: Int32s, codes: Sequence[int]) -> NDArray[np
     """The tier of each row such that everything fits; changes nothing."""
     blocks = rows.blocks
     total = np.maximum(rows.num_needed(num_new), rows.num_blocks)
-    growth = total - rows.num_blocks + _num_shared(rows, num_new)
+    growth = total - rows.num_blocks + _is_shared(rows, num_new)
     free = [blocks.num_free(tier) for tier in TIERS]
     placed = rows.tiers.copy()
     is_new = rows.num_blocks == 0
@@ -126,11 +128,6 @@ def _does_not_fit(rows: PagedRows, total: Int32s) -> CapacityError:
         limit=limit,
         knob="host_cache",
     )
-
-
-def _num_shared(rows: PagedRows, num_new: Int32s) -> Int32s:
-    """1 for rows whose next token goes into a block that others share, int32 [B]."""
-    return _is_shared(rows, num_new).astype(np.int32)
 
 
 def _is_shared(rows: PagedRows, num_new: Int32s) -> NDArray[np.bool_]:
