@@ -18,6 +18,8 @@ from neo_compile.runtime.generate.views import is_served, name_cache
 _READ = frozenset(
     {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict", "cache_position"}
 )
+# `generate` hands these down to every forward (for stop strings and assistants), and no model reads them.
+_IGNORED = frozenset({"tokenizer", "assistant_tokenizer"})
 CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -73,7 +75,9 @@ class CallReader:
         if cache is not None and not is_served(cache):
             raise CannotServeError(name_cache(cache))
         for name, value in arguments.items():
-            if name not in _READ and name not in CACHE_NAMES and value is not None and value is not False:
+            if name in _READ or name in _IGNORED or name in CACHE_NAMES:
+                continue
+            if value is not None and value is not False:
                 raise CannotServeError(f"the argument {name}")
         config = self._config
         for name in ("output_attentions", "output_hidden_states", "output_router_logits"):

@@ -24,7 +24,9 @@ def pair(**options: Any) -> tuple[Any, Any]:
 def bytes_of(model: Any, num_blocks: int, block_size: int = 16) -> int:
     """KV bytes of so many blocks, float32."""
     config = model.config
-    return num_blocks * block_size * config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
+    num_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return num_blocks * block_size * config.num_hidden_layers * num_heads * 2 * head_dim * 4
 
 
 def enable_one_tier(model: Any) -> Any:
