@@ -1,18 +1,23 @@
-"""`neo::packed_linear`: F.linear with weights in oneDNN's blocked layout, packed once and found again by identity.
+"""Linears with weights in oneDNN's blocked layout, packed once per change of the weights.
+
+    neo::pack_weights(weights, transposed) -> packed     once; `parameters.py` keeps the result between runs
+    neo::join_biases(biases) -> bias                     likewise
+    neo::packed_linear(x, packed, bias) -> y             every run
 
 Plain F.linear on the CPU repacks bf16 weights on every call, which halves the speed of a decode-sized batch. Inductor
 packs weights only when they are constants of the graph; here they are inputs, so that equal layers share one artefact.
 Several projections of the same input are one call with one packed weight.
 
-The packed form costs the weights' memory a second time. It is rebuilt when a weight changes in place or is replaced,
-and dropped with its weights.
+The packed form costs the weights' memory a second time. Equal weights in equal state are packed once per process, and
+the packed form is dropped with the last program that holds it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,18 +26,35 @@ from neo_compile.ops import library
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
-@dataclass(slots=True)
-class _Packed:
-    """Packed form of some weights, and what identifies their current contents."""
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """Identifies the contents of a tensor without reading them: a write in place, or `.data = ...`, changes it."""
 
-    sources: tuple[weakref.ref[torch.Tensor], ...]
-    versions: tuple[int, ...]
-    addresses: tuple[int, ...]
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    reference: weakref.ref[torch.Tensor]
+    version: int | None
+    address: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorState:
+        """The present state of `tensor`. Inference tensors count no versions."""
+        return cls(weakref.ref(tensor), None if tensor.is_inference() else tensor._version, tensor.data_ptr())
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the same object with the same contents."""
+        return (
+            self.reference() is tensor
+            and (self.version is None or tensor._version == self.version)
+            and tensor.data_ptr() == self.address
+        )
 
 
-_packed: dict[tuple[int, ...], _Packed] = {}
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    sources: tuple[TensorState, ...]
+    packed: weakref.ref[torch.Tensor]
+
+
+_shared: dict[tuple[Any, ...], _Shared] = {}
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -50,58 +72,61 @@ def can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def packed_linear(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """x [..., in] times each of `weights` [out_i, in], plus `biases` (one per weight, or none): [..., sum of out_i]."""
-    sources = (*weights, *biases)
-    key = tuple(map(id, sources))
-    entry = _packed.get(key)
-    if entry is None or not _is_current(entry, sources):
-        entry = _packed[key] = _pack(key, weights, biases)
-    result: torch.Tensor = _linear_pointwise(x, entry.weight, entry.bias, "none", [], "")
+def pack_weights(weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
+    """`weights` [out_i, in] (or [in, out_i] if `transposed`) joined and blocked: an opaque [sum of out_i, in]."""
+    key = (transposed, *map(id, weights))
+    shared = _shared.get(key)
+    packed = shared.packed() if shared else None
+    if shared is None or packed is None or not all(map(TensorState.is_of, shared.sources, weights)):
+        with torch.no_grad():
+            parts = [weight.detach().t() if transposed else weight.detach() for weight in weights]
+            packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(parts) if len(parts) > 1 else parts[0], None)
+
+        def forget(dead: object) -> None:
+            if key in _shared and _shared[key].packed is dead:
+                del _shared[key]
+
+        assert packed is not None
+        _shared[key] = _Shared(tuple(map(TensorState.of, weights)), weakref.ref(packed, forget))
+    return packed
+
+
+def join_biases(biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`biases` [out_i] one after the other: [sum of out_i]."""
+    return torch.cat([bias.detach() for bias in biases])
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] times `packed`, from `pack_weights`, plus `bias` [out]: [..., out]."""
+    result: torch.Tensor = _linear_pointwise(x, packed, bias, "none", [], "")
     return result
 
 
 def num_packed_weights() -> int:
-    """How many packed weights are held right now."""
-    return len(_packed)
+    """How many packed weights are alive right now."""
+    return len(_shared)
 
 
-def _is_current(entry: _Packed, sources: tuple[torch.Tensor, ...]) -> bool:
-    for source, reference, version, address in zip(
-        sources, entry.sources, entry.versions, entry.addresses, strict=True
-    ):
-        if reference() is not source or source._version != version or source.data_ptr() != address:
-            return False
-    return True
+def _pack_weights_fake(weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
+    out_dim = 1 if transposed else 0
+    return weights[0].new_empty(sum(weight.shape[out_dim] for weight in weights), weights[0].shape[1 - out_dim])
 
 
-def _pack(key: tuple[int, ...], weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> _Packed:
-    sources = (*weights, *biases)
-    with torch.no_grad():
-        whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-        bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-        packed = torch.ops.mkldnn._reorder_linear_weight(whole, None)
-
-    def forget(_: object) -> None:
-        _packed.pop(key, None)
-
-    return _Packed(
-        sources=tuple(weakref.ref(source, forget) for source in sources),
-        versions=tuple(source._version for source in sources),
-        addresses=tuple(source.data_ptr() for source in sources),
-        weight=packed,
-        bias=bias,
-    )
+def _join_biases_fake(biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    return biases[0].new_empty(sum(bias.shape[0] for bias in biases))
 
 
-def _packed_linear_fake(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+def _packed_linear_fake(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
 
 
-library.define(  # type: ignore[no-untyped-call]
-    "packed_linear(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-library.impl("packed_linear", packed_linear, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("neo::packed_linear", _packed_linear_fake, lib=library)
+def _define(schema: str, function: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> None:
+    name = function.__name__
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"neo::{name}", fake, lib=library)
+
+
+_define("(Tensor[] weights, bool transposed) -> Tensor", pack_weights, _pack_weights_fake)
+_define("(Tensor[] biases) -> Tensor", join_biases, _join_biases_fake)
+_define("(Tensor x, Tensor packed, Tensor? bias) -> Tensor", packed_linear, _packed_linear_fake)

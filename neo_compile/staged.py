@@ -22,6 +22,7 @@ import torch
 
 from neo_compile.attention import AttentionHandler, AttentionSite, active_handler
 from neo_compile.ops import plain_attention
+from neo_compile.parameters import DerivedCall, Parameters
 
 # A stage takes its inputs as a list that it may empty, and returns its outputs in order.
 StageFunction = Callable[[list[Any]], Sequence[Any]]
@@ -65,6 +66,7 @@ class Program:
         inputs: register of each input of `__call__`, in order; None for an input that nothing reads.
         outputs: registers of the results, in order.
         constants: registers that hold the same value in every run (parameters, when bound; tensors of the graph).
+        derived: registers computed from parameters once per change of them.
     """
 
     stages: tuple[StageCall, ...]
@@ -73,6 +75,7 @@ class Program:
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     constants: Mapping[int, Any]
+    derived: tuple[DerivedCall, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.stages) == len(self.sites) + 1, f"{len(self.stages)} stages, {len(self.sites)} sites"
@@ -84,6 +87,10 @@ class SizeInput:
 
     name: str
     dim: int
+
+    def of(self, inputs: Mapping[str, torch.Tensor]) -> int:
+        """The size among a run's `inputs`."""
+        return inputs[self.name].shape[self.dim]
 
 
 class StagedModel:
@@ -116,6 +123,7 @@ class StagedModel:
         self._template: list[Any] = [None] * program.num_registers
         for register, value in program.constants.items():
             self._template[register] = value
+        self._parameters = Parameters(program.constants, program.derived)
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Results on `args`, the program's inputs in order; attention is computed on the tensors given."""
@@ -183,6 +191,7 @@ class StagedModel:
             yield
             out = finish(ticket)
             del ticket
+            assert _is_right_result(call.site, out), _wrong_result(call.site, out)
             registers[call.output] = out.unsqueeze(0) if call.has_batch_dim else out
             del out
         was_enabled = is_enabled()
@@ -201,6 +210,7 @@ class StagedModel:
         for register, value in zip(self.program.inputs, args, strict=True):
             if register is not None:
                 registers[register] = value
+        self._parameters.load(registers)
         return registers
 
     def _load_named(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -212,7 +222,8 @@ class StagedModel:
         for register, name in zip(self.program.inputs, self._named_inputs, strict=True):
             if register is not None:
                 assert name is not None, f"input register {register} is neither named nor bound"
-                registers[register] = inputs[name] if isinstance(name, str) else inputs[name.name].shape[name.dim]
+                registers[register] = _checked(name, inputs[name]) if isinstance(name, str) else name.of(inputs)
+        self._parameters.load(registers)
         return registers
 
 
@@ -240,6 +251,24 @@ def _run_site(call: SiteCall, registers: list[Any], handler: AttentionHandler | 
         assert q.shape[0] == 1, f"a forward batch is one row of tokens, got q {q.shape}"
         assert mask is None, "a forward batch has no mask: its handler knows which tokens are whose"
         out = handler.finish(handler.begin(site, q[0].contiguous(), k[0].contiguous(), v[0].contiguous(), sinks))[None]
+    assert _is_right_result(site, out), _wrong_result(site, out)
     for register in call.dead:
         registers[register] = None
     registers[call.output] = out if call.has_batch_dim else out.squeeze(0)
+
+
+def _checked(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.dtype is not torch.int64:
+        raise TypeError(f"input {name} is {value.dtype}, must be torch.int64")
+    return value.contiguous()
+
+
+def _is_right_result(site: AttentionSite, out: torch.Tensor) -> bool:
+    """Compiled stages read memory without looking at dtypes and strides."""
+    return out.is_contiguous() and out.dtype is site.dtype
+
+
+def _wrong_result(site: AttentionSite, out: torch.Tensor) -> str:
+    return (
+        f"site {site.index}: result {out.dtype} {list(out.shape)}, strides {out.stride()}; contiguous {site.dtype} due"
+    )

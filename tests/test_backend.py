@@ -203,12 +203,15 @@ def test_fresh_process_with_inductor() -> None:
     subprocess.run([sys.executable, "-c", FRESH, "inductor"], check=True, timeout=400)
 
 
+@pytest.mark.parametrize("packed_linear", [False, True])
 @torch.no_grad()
-def test_inductor_stages_equal_eager() -> None:
+def test_inductor_stages_equal_eager(packed_linear: bool) -> None:
     model = nn.Sequential(Block(), Block(), Block())
-    compiled = torch.compile(model, backend="neo", dynamic=True)
+    compiled = torch.compile(model, backend="neo", dynamic=True, options={"packed_linear": packed_linear})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for length in (7, 3, 12):
             x = torch.randn(2, length, 32)
             torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)
+        model[1].qkv.weight.mul_(2.0)
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-5, rtol=1e-5)

@@ -7,6 +7,7 @@ outputs rebuilt as views. A linear stage normally has neither, and then the code
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +41,12 @@ def compile_with_inductor(
 
     inputs = as_fakes(example_inputs)
     is_plain = is_functional(gm, inputs)
-    patches = {"cpp.threads": num_threads} if num_threads else {}
+    _register_lowerings()
+    # Packed weights are opaque, and asserting every stride costs 5 to 10 us a stage. What the assertions would catch is
+    # checked where values enter a program: parameters by `Parameters`, sites' results by `StagedModel`.
+    patches: dict[str, Any] = {"size_asserts": False}
+    if num_threads:
+        patches["cpp.threads"] = num_threads
     # The autograd cache would return the wrapped function without calling `keep_inner`; the cache of compiled code is
     # below it and stays on.
     no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
@@ -51,3 +57,19 @@ def compile_with_inductor(
         return function
     logger.info("a stage of %d nodes mutates or aliases its inputs: called through its wrapper", len(gm.graph.nodes))
     return lambda values: wrapped(*values)
+
+
+@functools.cache
+def _register_lowerings() -> None:
+    """Let Inductor call oneDNN for `neo::packed_linear` itself: the way through Python costs 5 to 10 us a call."""
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering, view
+    from torch._inductor.mkldnn_ir import LinearUnary
+    from torch._inductor.utils import sympy_product
+
+    @register_lowering(torch.ops.neo.packed_linear.default, type_promotion_kind=None)
+    def lower_packed_linear(x: Any, packed: Any, bias: Any) -> Any:
+        *rows, width = x.get_size()
+        create: Any = LinearUnary.create
+        flat = create(view(x, [sympy_product(rows), width]), packed, bias, "none", [], "")
+        return view(TensorBox.create(flat), [*rows, packed.get_size()[0]])

@@ -1,18 +1,21 @@
 """Replaces F.linear by `neo::packed_linear`, one call for all projections of the same input.
 
-    q = linear(x, wq)                      qkv = packed_linear(x, [wq, wk, wv], [])
-    k = linear(x, wk)          ->          q, k, v = qkv.split([...], -1)
-    v = linear(x, wv)
+    q = linear(x, wq)                      packed = pack_weights([wq, wk, wv])        (kept between runs)
+    k = linear(x, wk)          ->          qkv = packed_linear(x, packed, None)
+    v = linear(x, wv)                      q, k, v = qkv.split([...], -1)
 
-Only plain CPU parameters that oneDNN can pack; quantised, wrapped and computed weights stay as they are.
+    y = addmm(bias, x, w)      ->          y = packed_linear(x, pack_weights([w], transposed), bias)
+
+The second form is GPT-2's Conv1D. Only plain CPU parameters that oneDNN can pack; quantised, wrapped and computed
+weights stay as they are, and so do weights of three dimensions (mixtures of experts).
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,6 +24,13 @@ from neo_compile.packed_linear import can_pack
 from neo_compile.passes.split_stages import is_site
 
 logger = logging.getLogger(__name__)
+
+
+class _Linear(NamedTuple):
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    transposed: bool
 
 
 def pack_linears(gm: fx.GraphModule, example_inputs: Sequence[Any], *, merge: bool = True) -> fx.GraphModule:
@@ -35,11 +45,11 @@ def pack_linears(gm: fx.GraphModule, example_inputs: Sequence[Any], *, merge: bo
     stage = 0
     for node in gm.graph.nodes:
         stage += is_site(node)
-        if node.op == "call_function" and node.target is torch.nn.functional.linear:
-            x, weight, bias = _linear_args(node)
-            if _is_packable(weight, inputs) and (bias is None or _is_parameter(bias, inputs)):
-                key = (stage, x, bias is None, inputs[weight].dtype) if merge else node
-                groups.setdefault(key, []).append(node)
+        linear = _match(node)
+        if linear and _is_packable(linear.weight, inputs) and _is_plain_bias(linear.bias, inputs):
+            dtype = inputs[linear.weight].dtype
+            key = (stage, linear.x, linear.bias is None, linear.transposed, dtype) if merge else node
+            groups.setdefault(key, []).append(node)
     for nodes in groups.values():
         _replace(gm.graph, nodes)
     if groups:
@@ -53,39 +63,62 @@ def num_packed(graph: fx.Graph) -> int:
     return sum(node.target is torch.ops.neo.packed_linear.default for node in graph.nodes)
 
 
+def _match(node: fx.Node) -> _Linear | None:
+    if node.op != "call_function":
+        return None
+    if node.target is torch.nn.functional.linear:
+        named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        x, weight, bias = named["input"], named["weight"], named.get("bias")
+        return _Linear(x, weight, bias, False)  # type: ignore[arg-type]
+    if node.target is torch.addmm and len(node.args) == 3 and not node.kwargs:
+        bias, x, weight = node.args
+        return _Linear(x, weight, bias, True)  # type: ignore[arg-type]
+    return None
+
+
 def _replace(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    arguments = [_linear_args(node) for node in nodes]
-    x = arguments[0][0]
-    weights = [weight for _, weight, _ in arguments]
-    biases = [bias for _, _, bias in arguments if bias is not None]
+    linears = [linear for linear in map(_match, nodes) if linear]  # matched again: x may have been replaced meanwhile
     fakes = [node.meta["example_value"] for node in nodes]
+    sizes = [fake.shape[-1] for fake in fakes]
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears if linear.bias]
     with graph.inserting_before(nodes[0]):
-        packed = graph.call_function(torch.ops.neo.packed_linear.default, (x, weights, biases))
-        sizes = [fake.shape[-1] for fake in fakes]
-        packed.meta["example_value"] = fakes[0].new_empty(*fakes[0].shape[:-1], sum(sizes))
-        if len(nodes) == 1:
-            parts = [packed]
-        else:
-            split = graph.call_method("split", (packed, sizes, -1))
-            values = packed.meta["example_value"].split(sizes, -1)
-            split.meta["example_value"] = values
-            parts = []
-            for index, value in enumerate(values):
-                parts.append(graph.call_function(operator.getitem, (split, index)))
-                parts[-1].meta["example_value"] = value
+        packed = _call(graph, torch.ops.neo.pack_weights.default, weights, linears[0].transposed)
+        bias = None
+        if biases:
+            bias = biases[0] if len(biases) == 1 else _call(graph, torch.ops.neo.join_biases.default, biases)
+        whole = graph.call_function(torch.ops.neo.packed_linear.default, (linears[0].x, packed, bias))
+        whole.meta["example_value"] = fakes[0].new_empty(*fakes[0].shape[:-1], sum(sizes))
+        parts = [whole] if len(nodes) == 1 else _split(graph, whole, sizes)
     for node, part in zip(nodes, parts, strict=True):
         node.replace_all_uses_with(part)
         graph.erase_node(node)
 
 
-def _linear_args(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    named = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
-    return named["input"], named["weight"], named.get("bias")  # type: ignore[return-value]
+def _split(graph: fx.Graph, whole: fx.Node, sizes: list[int]) -> list[fx.Node]:
+    split = graph.call_method("split", (whole, sizes, -1))
+    split.meta["example_value"] = values = whole.meta["example_value"].split(sizes, -1)
+    parts = []
+    for index, value in enumerate(values):
+        parts.append(graph.call_function(operator.getitem, (split, index)))
+        parts[-1].meta["example_value"] = value
+    return parts
 
 
-def _is_parameter(node: Any, inputs: dict[fx.Node, Any]) -> bool:
+def _call(graph: fx.Graph, target: Any, sources: list[fx.Node], *options: Any) -> fx.Node:
+    """A node that computes something of parameters once; split_stages takes it out of the stages."""
+    node = graph.call_function(target, (sources, *options))
+    fakes = [source.meta["example_value"] for source in sources]
+    node.meta["example_value"] = target(fakes, *options)
+    return node
+
+
+def _is_plain(node: Any, inputs: Mapping[fx.Node, Any]) -> bool:
     return isinstance(node, fx.Node) and type(inputs.get(node)) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_packable(node: Any, inputs: dict[fx.Node, Any]) -> bool:
-    return _is_parameter(node, inputs) and isinstance(inputs[node], torch.nn.Parameter) and can_pack(inputs[node])
+def _is_plain_bias(bias: Any, inputs: Mapping[fx.Node, Any]) -> bool:
+    return bias is None or (_is_plain(bias, inputs) and inputs[bias].dim() == 1)
+
+
+def _is_packable(node: Any, inputs: Mapping[fx.Node, Any]) -> bool:
+    return _is_plain(node, inputs) and isinstance(inputs[node], torch.nn.Parameter) and can_pack(inputs[node])

@@ -4,11 +4,13 @@
     stages   0: a b            1: c d e            2: f
 
 A stage reads registers (graph inputs, tensors of the graph, results of earlier stages and sites) and writes those of
-its results that something later reads. Nodes keep their order, so a node belongs to the stage it was traced in.
+its results that something later reads. Nodes keep their order, so a node belongs to the stage it was traced in; but
+for what is made of parameters once (packed weights), which belongs to none.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 from torch import fx
 
 from neo_compile.ops import describe_site
+from neo_compile.packed_linear import join_biases, pack_weights
+from neo_compile.parameters import DerivedCall
 from neo_compile.staged import Program, SiteCall, StageCall, StageFunction
 
 
@@ -44,6 +48,7 @@ class SplitGraph:
     inputs: tuple[int | None, ...]
     outputs: tuple[int, ...]
     constants: dict[int, Any] = field(default_factory=dict)
+    derived: list[DerivedCall] = field(default_factory=list)
 
 
 def is_site(node: fx.Node) -> bool:
@@ -89,6 +94,7 @@ def split_stages(gm: fx.GraphModule) -> SplitGraph:
     """Split `gm` at its sites; every node needs its fake value in `meta["example_value"]`."""
     registers: dict[fx.Node, int] = {}
     constants: dict[int, Any] = {}
+    derived: list[DerivedCall] = []
     segments: list[list[fx.Node]] = [[]]
     site_nodes: list[fx.Node] = []
     stage_of: dict[fx.Node, int] = {}
@@ -100,6 +106,9 @@ def split_stages(gm: fx.GraphModule) -> SplitGraph:
             registers[node] = len(registers)
             constants[registers[node]] = _attribute(gm, str(node.target))
             node.meta.setdefault("example_value", constants[registers[node]])
+        elif _is_derived(node):
+            registers[node] = len(registers)
+            derived.append(_derived_call(node, registers))
         elif is_site(node):
             site_nodes.append(node)
             segments.append([])
@@ -115,7 +124,7 @@ def split_stages(gm: fx.GraphModule) -> SplitGraph:
     inputs = tuple(registers.get(node) for node in gm.graph.nodes if node.op == "placeholder")
     sites = [_site_call(node, index, registers) for index, node in enumerate(site_nodes)]
     outputs = tuple(registers[node] for node in output.args[0])
-    return SplitGraph(stages, sites, len(registers), inputs, outputs, constants)
+    return SplitGraph(stages, sites, len(registers), inputs, outputs, constants, derived)
 
 
 def build_program(split: SplitGraph, functions: Sequence[StageFunction | None], bound: dict[int, Any]) -> Program:
@@ -123,7 +132,8 @@ def build_program(split: SplitGraph, functions: Sequence[StageFunction | None], 
 
     A register is cleared by its last reader, unless its value is bound, constant or a result.
     """
-    kept = set(split.outputs) | set(split.constants) | set(bound)
+    derived = {register for call in split.derived for register in (call.output, *call.inputs)}
+    kept = set(split.outputs) | set(split.constants) | set(bound) | derived
     last_reader: dict[int, int] = {}
     for index, stage in enumerate(split.stages):
         last_reader.update(dict.fromkeys(stage.inputs, 2 * index))
@@ -147,7 +157,19 @@ def build_program(split: SplitGraph, functions: Sequence[StageFunction | None], 
         inputs=tuple(None if register in bound else register for register in split.inputs),
         outputs=split.outputs,
         constants={**split.constants, **bound},
+        derived=tuple(split.derived),
     )
+
+
+def _is_derived(node: fx.Node) -> bool:
+    return node.target in (torch.ops.neo.pack_weights.default, torch.ops.neo.join_biases.default)
+
+
+def _derived_call(node: fx.Node, registers: dict[fx.Node, int]) -> DerivedCall:
+    function: Any = join_biases
+    if node.target is torch.ops.neo.pack_weights.default:
+        function = functools.partial(pack_weights, transposed=bool(node.args[1]))
+    return DerivedCall(function, tuple(registers[source] for source in node.args[0]), registers[node])  # type: ignore[union-attr, index]
 
 
 def _reads(call: SiteCall) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from neo_compile.packed_linear import can_pack, num_packed_weights
+from neo_compile.packed_linear import can_pack, num_packed_weights, pack_weights, packed_linear
 from neo_compile.passes.pack_linears import num_packed, pack_linears
 from tests.passes.graphs import trace
 
@@ -44,18 +45,30 @@ def test_equal_and_merged(bias: bool, merge: bool, dtype: torch.dtype) -> None:
     assert len(gm.graph.nodes) == nodes
 
 
-def test_changed_weights_are_packed_again_and_dead_ones_dropped() -> None:
+def test_conv1d_of_gpt2() -> None:
+    conv, x = Conv1D(24, 16), torch.randn(1, 5, 16)
+    nn.init.normal_(conv.bias)
+    gm, example_inputs = trace(conv, x)
+    pack_linears(gm, example_inputs)
+    assert num_packed(gm.graph) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(gm(*example_inputs)[0], conv(x), atol=1e-5, rtol=1e-5)
+
+
+def test_equal_weights_are_packed_once_and_dropped_with_the_last_holder() -> None:
     gc.collect()
     before = num_packed_weights()
     weight, x = nn.Parameter(torch.randn(4, 8)), torch.randn(3, 8)
     with torch.no_grad():
-        assert torch.allclose(torch.ops.neo.packed_linear(x, [weight], []), x @ weight.T, atol=1e-5)
+        first, second = pack_weights([weight], False), pack_weights([weight], False)
+        assert first is second
         weight.mul_(2.0)
-        assert torch.allclose(torch.ops.neo.packed_linear(x, [weight], []), x @ weight.T, atol=1e-5)
+        assert torch.allclose(packed_linear(x, pack_weights([weight], False), None), x @ weight.T, atol=1e-5)
         weight.data = torch.randn(4, 8)
-        assert torch.allclose(torch.ops.neo.packed_linear(x, [weight], []), x @ weight.T, atol=1e-5)
+        packed = pack_weights([weight], False)
+        assert torch.allclose(packed_linear(x, packed, None), x @ weight.T, atol=1e-5)
     assert num_packed_weights() == before + 1
-    del weight
+    del first, second, packed
     gc.collect()
     assert num_packed_weights() == before
 
@@ -75,5 +88,11 @@ def test_what_cannot_be_packed() -> None:
 
 def test_operator_checks() -> None:
     x, w, b = torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)
-    torch.library.opcheck(torch.ops.neo.packed_linear.default, (x, [w, w.clone()], []))
-    torch.library.opcheck(torch.ops.neo.packed_linear.default, (x, [w], [b]))
+    torch.library.opcheck(torch.ops.neo.join_biases.default, ([b, b.clone()],))
+    # A packed weight is opaque (no storage, no strides), which opcheck cannot handle.
+    packed = torch.ops.neo.pack_weights.default([w, w.clone()], False)
+    assert packed.shape == (8, 8)
+    assert packed.layout == torch._mkldnn
+    assert torch.allclose(torch.ops.neo.packed_linear.default(x, packed, None), x @ torch.cat([w, w]).T, atol=1e-5)
+    fake = torch.ops.neo.packed_linear.default(x.to("meta"), torch.empty(8, 8, device="meta"), None)
+    assert fake.shape == (2, 8)

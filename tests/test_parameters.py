@@ -1,0 +1,67 @@
+"""What a program makes of its parameters: once, again after a change, and never of another layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from neo_compile.errors import ConfigError
+from neo_compile.parameters import DerivedCall, Parameters
+
+
+def doubled(calls: list[int], register: int) -> DerivedCall:
+    """Register 2 (or 3) is twice register 0 (or 1); `calls` records how often it was computed."""
+
+    def function(sources: list[torch.Tensor]) -> torch.Tensor:
+        calls.append(register)
+        return sources[0] * 2
+
+    return DerivedCall(function, (register,), register + 2)
+
+
+def test_derived_once_and_again_when_its_own_source_changes() -> None:
+    calls: list[int] = []
+    a, b = torch.ones(3), torch.ones(3)
+    parameters = Parameters({0: a, 1: b}, [doubled(calls, 0), doubled(calls, 1)])
+    for _ in range(2):
+        registers = [a, b, None, None]
+        parameters.load(registers)
+        assert calls == [0, 1]
+        assert torch.equal(registers[2], a * 2)
+    a.add_(1)
+    registers = [a, b, None, None]
+    parameters.load(registers)
+    assert calls == [0, 1, 0]
+    assert registers[2].tolist() == [4, 4, 4]
+    b.data = torch.full((3,), 5.0)
+    parameters.load(registers)
+    assert calls == [0, 1, 0, 1]
+    assert registers[3].tolist() == [10, 10, 10]
+
+
+def test_another_tensor_in_the_same_register() -> None:
+    calls: list[int] = []
+    parameters = Parameters({}, [doubled(calls, 0)])
+    for value in (torch.ones(2), torch.zeros(2)):
+        registers = [value, None, None]
+        parameters.load(registers)
+        assert torch.equal(registers[2], value * 2)
+    assert calls == [0, 0]
+
+
+def test_inference_tensors_have_no_version() -> None:
+    with torch.inference_mode():
+        a = torch.ones(3)
+    parameters = Parameters({0: a}, [doubled([], 0)])
+    parameters.load([a, None, None])
+    parameters.load([a, None, None])
+
+
+@pytest.mark.parametrize("converted", [torch.ones(3, dtype=torch.float64), torch.ones(6)[::2], torch.ones(4)])
+def test_a_converted_parameter_is_an_error(converted: torch.Tensor) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameters = Parameters({0: parameter}, [])
+    parameters.load([parameter])
+    parameter.data = converted
+    with pytest.raises(ConfigError, match="capture it again"):
+        parameters.load([parameter])
