@@ -59,8 +59,8 @@ def neo(
         warnings.warn("packed_linear=True, but oneDNN can pack no linear of this graph", UserWarning, stacklevel=2)
     split = split_stages(gm)
     keys = share_stages(split)
-    functions = compile_stages(split, keys, stages=checked.stages)
-    return StagedModel(build_program(split, functions, {}), stage_keys=keys)
+    artifacts = compile_stages(split, keys, stages=checked.stages)
+    return StagedModel(build_program(split, artifacts, {}), stage_keys=keys)
 
 
 def _passes(findings: Findings, options: CompileOptions) -> list[Callable[..., fx.GraphModule]]:

@@ -23,6 +23,7 @@ from torch._dynamo.source import LocalSource, TensorPropertySource
 
 from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
 from neo_compile.errors import ConfigError, UnsupportedModelError
+from neo_compile.fingerprint import fingerprint
 from neo_compile.hf_attention import (
     SiteRecord,
     attention_for_recording,
@@ -37,6 +38,7 @@ from neo_compile.passes.runner import GraphPass, run_passes
 from neo_compile.passes.split_stages import SplitGraph, build_program, find_sites, flatten_batch, split_stages
 from neo_compile.passes.verify import mutated_inputs, verify
 from neo_compile.probe import check_against
+from neo_compile.saved_capture import forget_capture, is_enabled, load_capture, save_capture
 from neo_compile.staged import SizeInput, StagedModel
 
 logger = logging.getLogger(__name__)
@@ -77,12 +79,36 @@ def capture(
     try:
         # The attention implementation is switched in the model's config, so captures exclude each other.
         with _lock, torch.no_grad():
-            traced = trace_model(model)
-            staged = _stage(traced, stages, packed_linear, num_threads)
-            _probe(model, traced.call, staged)
+            key = None
+            if stages != "eager" and is_enabled():
+                key = fingerprint(
+                    model, packed_linear=packed_linear, num_threads=num_threads or torch.get_num_threads()
+                )
+            staged = _restore(model, key) if key else None
+            if staged is None:
+                traced = trace_model(model)
+                staged = _stage(traced, stages, packed_linear, num_threads)
+                _probe(model, traced.call, staged)
+                if key:
+                    save_capture(key, model, staged)
     finally:
         model.train(was_training)
         model._compiled_call_impl = own_compilation
+    return staged
+
+
+def _restore(model: torch.nn.Module, key: str) -> StagedModel | None:
+    """The capture that an earlier process saved, if it still computes what the model does."""
+    call = check_model(model)
+    staged = load_capture(key, model)
+    if staged is None:
+        return None
+    try:
+        _probe(model, call, staged)
+    except UnsupportedModelError as error:
+        logger.warning("a saved capture is wrong and the model is captured again: %s", error)
+        forget_capture(key)
+        return None
     return staged
 
 
@@ -204,13 +230,13 @@ def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, 
     split = split_traced(traced)
     keys = share_stages(split)
     _refuse_mutation(split, keys)
-    functions = compile_stages(split, keys, stages=stages, num_threads=num_threads)
+    artifacts = compile_stages(split, keys, stages=stages, num_threads=num_threads)
     bound = {
         register: value
         for register, name, value in zip(split.inputs, traced.named_inputs, traced.example_inputs, strict=True)
         if name is None and register is not None
     }
-    return StagedModel(build_program(split, functions, bound), stage_keys=keys, named_inputs=traced.named_inputs)
+    return StagedModel(build_program(split, artifacts, bound), stage_keys=keys, named_inputs=traced.named_inputs)
 
 
 def split_traced(traced: TracedModel) -> SplitGraph:

@@ -29,14 +29,26 @@ StageFunction = Callable[[list[Any]], Sequence[Any]]
 StageHook = Callable[[int, int, int], None]
 
 
+@dataclass(eq=False)
+class Artifact:
+    """What equal stages share. Replacing `function` replaces it in all of them, at their next call.
+
+    Attributes:
+        source: Python code that has `function` as `call`; None if there is none (eager stages).
+    """
+
+    function: StageFunction
+    source: str | None = None
+
+
 @dataclass(frozen=True)
 class StageCall:
     """One linear stage: registers read, registers written, and registers whose last reader it is.
 
-    `function` is None for a stage without operators (two sites back to back).
+    `artifact` is None for a stage without operators (two sites back to back).
     """
 
-    function: StageFunction | None
+    artifact: Artifact | None
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     dead: tuple[int, ...]
@@ -102,6 +114,7 @@ class StagedModel:
         num_artifacts: how many different stages were compiled.
         input_names: keywords of `run` and `coroutine`, in the order of `__call__`'s tensors; empty when the program's
             inputs have no names (a graph of `torch.compile`).
+        named_inputs: name (or size of a named one) of each of the program's inputs; empty as above.
         stage_keys: which artefact each stage runs, as an index below `num_artifacts`; None for a stage without
             operators.
     """
@@ -119,7 +132,7 @@ class StagedModel:
         self.stage_keys = tuple(stage_keys)
         self.num_artifacts = len(set(self.stage_keys) - {None})
         self.input_names: tuple[str, ...] = tuple(name for name in named_inputs if isinstance(name, str))
-        self._named_inputs = tuple(named_inputs)
+        self.named_inputs = tuple(named_inputs)
         self._template: list[Any] = [None] * program.num_registers
         for register, value in program.constants.items():
             self._template[register] = value
@@ -128,7 +141,7 @@ class StagedModel:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Results on `args`, the program's inputs in order; attention is computed on the tensors given."""
         handler = active_handler()
-        if self._named_inputs:
+        if self.named_inputs:
             inputs = dict(zip(self.input_names, args, strict=True))
             if handler is not None:
                 return self.run(handler, **inputs)
@@ -214,12 +227,12 @@ class StagedModel:
         return registers
 
     def _load_named(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
-        if not self._named_inputs:
+        if not self.named_inputs:
             raise TypeError("this staged model's inputs have no names: call it with positional inputs")
         if inputs.keys() != set(self.input_names):
             raise TypeError(f"expected the inputs {', '.join(self.input_names)}, got {', '.join(inputs) or 'none'}")
         registers = self._template.copy()
-        for register, name in zip(self.program.inputs, self._named_inputs, strict=True):
+        for register, name in zip(self.program.inputs, self.named_inputs, strict=True):
             if register is not None:
                 assert name is not None, f"input register {register} is neither named nor bound"
                 registers[register] = _checked(name, inputs[name]) if isinstance(name, str) else name.of(inputs)
@@ -228,13 +241,13 @@ class StagedModel:
 
 
 def _run_stage(stage: StageCall, registers: list[Any]) -> None:
-    function = stage.function
-    if function is None:
+    artifact = stage.artifact
+    if artifact is None:
         return
     values = [registers[register] for register in stage.inputs]
     for register in stage.dead:
         registers[register] = None
-    for register, value in zip(stage.outputs, function(values), strict=True):
+    for register, value in zip(stage.outputs, artifact.function(values), strict=True):
         registers[register] = value
 
 

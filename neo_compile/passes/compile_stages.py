@@ -15,7 +15,7 @@ from torch import fx
 
 from neo_compile.config import StageKind
 from neo_compile.passes.split_stages import SplitGraph, StageGraph
-from neo_compile.staged import StageFunction
+from neo_compile.staged import Artifact, StageFunction
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ def share_stages(split: SplitGraph) -> list[int | None]:
 
 def compile_stages(
     split: SplitGraph, keys: Sequence[int | None], *, stages: StageKind, num_threads: int | None = None
-) -> list[StageFunction | None]:
-    """The function of each stage, compiled once per artefact.
+) -> list[Artifact | None]:
+    """The artefact of each stage; equal stages have the same one.
 
     Args:
         keys: from `share_stages`.
         num_threads: Inductor bakes the thread count into its loops; None takes torch's current one.
     """
-    artifacts: dict[int, StageFunction] = {}
+    artifacts: dict[int, Artifact] = {}
     for stage, key in zip(split.stages, keys, strict=True):
         if key is not None and key not in artifacts:
             artifacts[key] = _compile(stage, stages, num_threads)
@@ -61,9 +61,9 @@ def compile_stages(
     return [None if key is None else artifacts[key] for key in keys]
 
 
-def _compile(stage: StageGraph, stages: StageKind, num_threads: int | None) -> StageFunction:
+def _compile(stage: StageGraph, stages: StageKind, num_threads: int | None) -> Artifact:
     if stages == "eager":
-        return _eager(stage.graph_module)
+        return Artifact(_eager(stage.graph_module))
     from neo_compile.passes.inductor import compile_with_inductor
 
     return compile_with_inductor(stage.graph_module, stage.example_inputs(), num_threads=num_threads)

@@ -17,15 +17,15 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from neo_compile.passes.verify import as_fakes, fake_mode_of, is_functional
-from neo_compile.staged import StageFunction
+from neo_compile.staged import Artifact
 
 logger = logging.getLogger(__name__)
 
 
 def compile_with_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, num_threads: int | None = None
-) -> StageFunction:
-    """The function of a stage.
+) -> Artifact:
+    """The artefact of a stage.
 
     Args:
         example_inputs: fake tensors and symbolic integers of the placeholders.
@@ -53,10 +53,22 @@ def compile_with_inductor(
     with torch.no_grad(), tracing(TracingContext(fake_mode_of(inputs))), no_cache:
         wrapped: Any = compile_fx(gm, inputs, inner_compile=keep_inner, config_patches=patches)
     if is_plain and len(compiled) == 1:
-        function: StageFunction = compiled[0].current_callable
-        return function
+        code = compiled[0]
+        has_constants = bool(code.constants or code.torchbind_constants)
+        return Artifact(code.current_callable, None if has_constants else code.source_code)
     logger.info("a stage of %d nodes mutates or aliases its inputs: called through its wrapper", len(gm.graph.nodes))
-    return lambda values: wrapped(*values)
+    return Artifact(lambda values: wrapped(*values))
+
+
+def load_artifact(source: str) -> Artifact:
+    """The artefact whose `source` an earlier call of `compile_with_inductor` returned, perhaps in another process.
+
+    Its kernels come from Inductor's cache of compiled code, or are compiled again.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    module: Any = PyCodeCache.load(source)
+    return Artifact(module.call, source)
 
 
 @functools.cache

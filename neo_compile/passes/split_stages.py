@@ -21,7 +21,7 @@ from torch import fx
 from neo_compile.ops import describe_site
 from neo_compile.packed_linear import join_biases, pack_weights
 from neo_compile.parameters import DerivedCall
-from neo_compile.staged import Program, SiteCall, StageCall, StageFunction
+from neo_compile.staged import Artifact, Program, SiteCall, StageCall
 
 
 @dataclass
@@ -127,8 +127,8 @@ def split_stages(gm: fx.GraphModule) -> SplitGraph:
     return SplitGraph(stages, sites, len(registers), inputs, outputs, constants, derived)
 
 
-def build_program(split: SplitGraph, functions: Sequence[StageFunction | None], bound: dict[int, Any]) -> Program:
-    """The flat program of `split` with a function per stage; `bound` gives some input registers their value for good.
+def build_program(split: SplitGraph, artifacts: Sequence[Artifact | None], bound: dict[int, Any]) -> Program:
+    """The flat program of `split` with an artefact per stage; `bound` gives some input registers their value for good.
 
     A register is cleared by its last reader, unless its value is bound, constant or a result.
     """
@@ -144,8 +144,8 @@ def build_program(split: SplitGraph, functions: Sequence[StageFunction | None], 
         return tuple(register for register in reads if last_reader[register] == position and register not in kept)
 
     stages = tuple(
-        StageCall(function, stage.inputs, stage.outputs, dead(stage.inputs, 2 * index))
-        for index, (stage, function) in enumerate(zip(split.stages, functions, strict=True))
+        StageCall(artifact, stage.inputs, stage.outputs, dead(stage.inputs, 2 * index))
+        for index, (stage, artifact) in enumerate(zip(split.stages, artifacts, strict=True))
     )
     sites = tuple(
         SiteCall(**{**vars(call), "dead": dead(_reads(call), 2 * index + 1)}) for index, call in enumerate(split.sites)
