@@ -18,7 +18,7 @@ from torch import fx
 from neo_compile import compiled_generate
 from neo_compile.config import CompileOptions, check_mode
 from neo_compile.passes.canonicalize import canonicalize
-from neo_compile.passes.compile_stages import compile_stages, share_stages
+from neo_compile.passes.compile_stages import compile_in_background, compile_stages, share_stages
 from neo_compile.passes.find_attention import Findings, find_attention
 from neo_compile.passes.pack_linears import num_packed, pack_linears
 from neo_compile.passes.replace_attention import replace_attention
@@ -60,7 +60,10 @@ def neo(
     split = split_stages(gm)
     keys = share_stages(split)
     artifacts = compile_stages(split, keys, stages=checked.stages)
-    return StagedModel(build_program(split, artifacts, {}), stage_keys=keys)
+    staged = StagedModel(build_program(split, artifacts, {}), stage_keys=keys)
+    if checked.stages == "background":
+        compile_in_background(split, staged)
+    return staged
 
 
 def _passes(findings: Findings, options: CompileOptions) -> list[Callable[..., fx.GraphModule]]:

@@ -8,6 +8,7 @@ attention implementation is ours (see hf_attention), and no mask is ever built.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 import types
@@ -32,7 +33,7 @@ from neo_compile.hf_attention import (
     installed_attention,
 )
 from neo_compile.hf_checks import LogitsCall, check_model, complete_records
-from neo_compile.passes.compile_stages import compile_stages, share_stages
+from neo_compile.passes.compile_stages import compile_in_background, compile_stages, share_stages
 from neo_compile.passes.pack_linears import num_packed, pack_linears
 from neo_compile.passes.runner import GraphPass, run_passes
 from neo_compile.passes.split_stages import SplitGraph, build_program, find_sites, flatten_batch, split_stages
@@ -40,6 +41,7 @@ from neo_compile.passes.verify import mutated_inputs, verify
 from neo_compile.probe import check_against
 from neo_compile.saved_capture import forget_capture, is_enabled, load_capture, save_capture
 from neo_compile.staged import SizeInput, StagedModel
+from neo_compile.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,8 @@ def capture(
     """Capture a Hugging Face causal language model as linear stages and attention sites.
 
     Args:
-        stages: how linear stages run; "eager" needs no C++ compiler.
+        stages: how linear stages run; "eager" needs no C++ compiler; "background" starts with eager ones and replaces
+            each once Inductor has compiled it in another process (at once if an earlier process has).
         packed_linear: keep a second, prepacked copy of weights for the CPU's matrix kernels; "auto" where it pays.
         dtype: run a converted copy of the model in this dtype; None keeps the model's own.
         num_threads: threads that compiled stages use; None is torch's current number.
@@ -73,12 +76,11 @@ def capture(
     check_choice("packed_linear", packed_linear, (True, False, "auto"))
     if dtype is not None and next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
-    was_training, own_compilation = model.training, model._compiled_call_impl
+    was_training = model.training
     model.eval()
-    model._compiled_call_impl = None  # after `model.compile(...)` the calls below would each be compiled by themselves
     try:
         # The attention implementation is switched in the model's config, so captures exclude each other.
-        with _lock, torch.no_grad():
+        with _lock, torch.no_grad(), uncompiled(model):
             key = None
             if stages != "eager" and is_enabled():
                 key = fingerprint(
@@ -87,13 +89,15 @@ def capture(
             staged = _restore(model, key) if key else None
             if staged is None:
                 traced = trace_model(model)
-                staged = _stage(traced, stages, packed_linear, num_threads)
+                staged, split = _stage(traced, stages, packed_linear, num_threads)
                 _probe(model, traced.call, staged)
-                if key:
+                if stages == "background":
+                    on_done = functools.partial(save_capture, key, model, staged) if key else None
+                    compile_in_background(split, staged, num_threads=num_threads, on_done=on_done)
+                elif key:
                     save_capture(key, model, staged)
     finally:
         model.train(was_training)
-        model._compiled_call_impl = own_compilation
     return staged
 
 
@@ -134,7 +138,8 @@ def trace_model(model: torch.nn.Module) -> TracedModel:
     device = next(model.parameters()).device
     tokens = torch.zeros(1, 3, dtype=torch.int64, device=device)
     rows = torch.arange(3, device=device)
-    with installed_attention(model, attention_for_recording(records)):
+    # Parts that are compiled by themselves run as they are written; Dynamo will trace into them.
+    with installed_attention(model, attention_for_recording(records)), torch.compiler.set_stance("force_eager"):
         try:
             call(tokens, rows[None], rows)
         except UnsupportedModelError:
@@ -222,7 +227,9 @@ def _name_inputs(
     return names
 
 
-def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, num_threads: int | None) -> StagedModel:
+def _stage(
+    traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, num_threads: int | None
+) -> tuple[StagedModel, SplitGraph]:
     passes: list[GraphPass] = [pack_linears, flatten_batch] if packed_linear is not False else [flatten_batch]
     gm = run_passes(traced.gm, traced.example_inputs, passes)
     if packed_linear is True and not num_packed(gm.graph):
@@ -236,7 +243,8 @@ def _stage(traced: TracedModel, stages: StageKind, packed_linear: PackedLinear, 
         for register, name, value in zip(split.inputs, traced.named_inputs, traced.example_inputs, strict=True)
         if name is None and register is not None
     }
-    return StagedModel(build_program(split, artifacts, bound), stage_keys=keys, named_inputs=traced.named_inputs)
+    program = build_program(split, artifacts, bound)
+    return StagedModel(program, stage_keys=keys, named_inputs=traced.named_inputs), split
 
 
 def split_traced(traced: TracedModel) -> SplitGraph:
@@ -267,7 +275,8 @@ def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> Non
 
     def reference(input_ids: torch.Tensor) -> torch.Tensor:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return call(input_ids, positions[None], positions)
+        with torch.compiler.set_stance("force_eager"):
+            return call(input_ids, positions[None], positions)
 
     # Some versions of transformers leave softcap or sinks out when they run another implementation.
     needs_eager = any(site.softcap is not None or site.has_sinks for site in staged.sites)

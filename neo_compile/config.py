@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from neo_compile.errors import ConfigError
 
-StageKind = Literal["inductor", "eager"]
+StageKind = Literal["inductor", "eager", "background"]
 PackedLinear = bool | Literal["auto"]
 
 STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager")
 GENERATE_POLICIES = ("neo", "device-only", "host-only")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager", "background")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -23,7 +24,8 @@ class CompileOptions:
     """Options of the backend.
 
     Attributes:
-        stages: how linear stages run; "eager" needs no C++ compiler.
+        stages: how linear stages run; "eager" needs no C++ compiler; "background" starts with eager ones and replaces
+            each once Inductor has compiled it in another process.
         packed_linear: keep a second, prepacked copy of weights for the CPU's matrix kernels; "auto" leaves it off in
             `torch.compile` and turns it on where it pays in a capture for the runtime.
         dump_graphs: folder that every graph is written to, before and after the passes.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from neo_compile.errors import UnsupportedModelError
 from neo_compile.passes.canonicalize import canonicalize
 from neo_compile.passes.compile_stages import share_stages
 from neo_compile.passes.find_attention import Refusal, find_attention, module_of
+from neo_compile.passes.pack_linears import num_packed, pack_linears, why_unpacked
 from neo_compile.passes.replace_attention import replace_attention
 from neo_compile.passes.split_stages import SplitGraph, find_sites, flatten_batch, split_stages
 from neo_compile.passes.verify import verify
+from neo_compile.uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Region:
         stage_keys: artefact of each linear stage; equal numbers share one compilation.
         num_operators: of each linear stage.
         refusals: attention that cannot be a site.
+        num_packed: calls with prepacked weights (runtime captures on the CPU).
+        unpacked: why weights of matrix products stay as they are, and how many.
         reason: why the graph is left whole; None if it is cut at its sites.
     """
 
@@ -40,6 +45,8 @@ class Region:
     num_operators: tuple[int, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     reason: str | None = None
+    num_packed: int = 0
+    unpacked: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_artifacts(self) -> int:
@@ -79,13 +86,14 @@ def explain(model: torch.nn.Module, *example_inputs: Any, **keywords: Any) -> Re
     """Report what neo makes of `model`, without compiling anything.
 
     With inputs, the model is called with them under `torch.compile`; without, it is captured as for the runtime, which
-    takes a Hugging Face causal language model.
+    takes a Hugging Face causal language model. Compilation that the model or a part of it has of its own is left out.
     """
+    model = getattr(model, "_orig_mod", model)
     name = type(model).__name__
-    with torch.no_grad():
+    was_training = model.training
+    with torch.no_grad(), uncompiled(model):
         if example_inputs or keywords:
             return Report(name, "torch.compile", tuple(_explain_call(model, example_inputs, keywords)))
-        was_training = model.training
         model.eval()
         try:
             return Report(name, "runtime capture", (_explain_capture(model),))
@@ -126,8 +134,11 @@ def _explain_graph(gm: fx.GraphModule) -> Region:
 def _explain_capture(model: torch.nn.Module) -> Region:
     traced = trace_model(model)
     num_nodes = len(traced.gm.graph.nodes)
+    unpacked = why_unpacked(traced.gm, traced.example_inputs)
+    pack_linears(traced.gm, traced.example_inputs)
     flatten_batch(traced.gm)
-    return _region(num_nodes, traced.gm, split_traced(traced), ())
+    region = _region(num_nodes, traced.gm, split_traced(traced), ())
+    return replace(region, num_packed=num_packed(traced.gm.graph), unpacked=unpacked)
 
 
 def _region(num_nodes: int, gm: fx.GraphModule, split: SplitGraph, refusals: tuple[Refusal, ...]) -> Region:
@@ -146,25 +157,51 @@ def _region_lines(index: int, region: Region) -> list[str]:
     if region.reason:
         lines.append(f"    left whole: {region.reason}")
     if region.stage_keys:
-        shared = Counter(key for key in region.stage_keys if key is not None)
         lines.append(
-            f"    {len(region.stage_keys)} linear stages, {region.num_artifacts} to compile: "
-            + ", ".join(
-                f"#{key} x{count} ({_count(region.num_operators[region.stage_keys.index(key)], 'operator')})"
-                for key, count in sorted(shared.items())
-            )
+            f"    {_count(len(region.stage_keys), 'linear stage')}, {region.num_artifacts} to compile: "
+            + _stage_kinds(region)
         )
+    if region.num_packed:
+        lines.append(f"    {_count(region.num_packed, 'matrix product')} with prepacked weights")
+    lines += [f"    not packed: {_count(number, 'weight')}: {reason}" for reason, number in region.unpacked.items()]
+    groups: dict[tuple[str, str], list[int]] = {}
     for site, module in zip(region.sites, region.modules, strict=True):
-        lines.append(f"    site {site.index:>3}  {_describe(site)}{'  ' + module if module else ''}")
+        groups.setdefault((_describe(site), re.sub(r"\b\d+\b", "*", module)), []).append(site.index)
+    for (description, pattern), sites in groups.items():
+        label = "sites" if len(sites) > 1 else "site"
+        module = pattern if len(sites) > 1 else region.modules[sites[0]]
+        lines.append(f"    {label} {_ranges(sites)}: {description}" + (f"  ({module})" if module else ""))
     lines += [f"    not a site: {refusal.node_name} {refusal.module}: {refusal.reason}" for refusal in region.refusals]
     return lines
 
 
+def _stage_kinds(region: Region) -> str:
+    counts = Counter(key for key in region.stage_keys if key is not None)
+    operators = {key: region.num_operators[region.stage_keys.index(key)] for key in counts}
+    return ", ".join(f"#{key} x{counts[key]} ({_count(operators[key], 'operator')})" for key in sorted(counts))
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Ascending `numbers` as text, runs of three and more as 0-29."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
 def _describe(site: AttentionSite) -> str:
-    heads = f"{site.num_q_heads} / {site.num_kv_heads} heads of {site.head_dim}"
+    head_dim = f"head_dim {site.head_dim}"
     if site.v_head_dim != site.head_dim:
-        heads += f" (values {site.v_head_dim})"
-    parts = [heads, f"scale {site.scale:.4g}", f"window {site.window}" if site.window else "no window"]
+        head_dim += f" (values {site.v_head_dim})"
+    parts = [
+        f"{site.num_q_heads} query / {site.num_kv_heads} KV heads",
+        head_dim,
+        f"scale {site.scale:.4g}",
+        f"window {site.window}" if site.window else "no window",
+    ]
     if site.softcap is not None:
         parts.append(f"softcap {site.softcap:g}")
     if site.has_sinks:

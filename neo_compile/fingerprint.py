@@ -53,7 +53,8 @@ def _modules(model: torch.nn.Module) -> Iterator[str]:
             raise _IndescribableError  # code that belongs to this one object
         kind: Any = type(module)
         attributes = {key: value for key, value in vars(module).items() if key[0] != "_" and _is_plain(value)}
-        yield f"{name} {kind.__module__}.{kind.__qualname__} {_class_code(kind, kind.forward)} {sorted(attributes.items())!r}"
+        code = _class_code(kind, kind.forward)
+        yield f"{name} {kind.__module__}.{kind.__qualname__} {code} {sorted(attributes.items())!r}"
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[str]:
@@ -86,7 +87,9 @@ def _class_code(kind: type, forward: Any) -> str:
         path = getattr(module, "__file__", None)
         if base.__module__.split(".")[0] in ("torch", "builtins"):  # their version is part of the environment
             continue
-        digest.update(_file_digest(path) if path else repr(base).encode())
+        if path is None:
+            raise _IndescribableError  # typed into a prompt or a notebook
+        digest.update(_file_digest(path))
     digest.update(f"{getattr(forward, '__module__', None)} {getattr(forward, '__qualname__', None)}".encode())
     code = getattr(forward, "__code__", None)
     if code:

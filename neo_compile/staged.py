@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -34,10 +34,12 @@ class Artifact:
     """What equal stages share. Replacing `function` replaces it in all of them, at their next call.
 
     Attributes:
-        source: Python code that has `function` as `call`; None if there is none (eager stages).
+        kind: how it runs now.
+        source: Python code that has `function` as `call`; None if there is none.
     """
 
     function: StageFunction
+    kind: Literal["eager", "inductor"]
     source: str | None = None
 
 
@@ -105,6 +107,13 @@ class SizeInput:
         return inputs[self.name].shape[self.dim]
 
 
+class Compilation(Protocol):
+    """Stages that are being compiled in the background."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, after `timeout_s` at most; None waits for it."""
+
+
 class StagedModel:
     """Runs a `Program`.
 
@@ -117,6 +126,7 @@ class StagedModel:
         named_inputs: name (or size of a named one) of each of the program's inputs; empty as above.
         stage_keys: which artefact each stage runs, as an index below `num_artifacts`; None for a stage without
             operators.
+        compilation: what compiles the stages in the background, if something does.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class StagedModel:
         named_inputs: Sequence[str | SizeInput | None] = (),
     ) -> None:
         self.program = program
+        self.compilation: Compilation | None = None
         self.sites: tuple[AttentionSite, ...] = tuple(call.site for call in program.sites)
         self.num_stages = len(program.stages)
         self.stage_keys = tuple(stage_keys)
@@ -137,6 +148,12 @@ class StagedModel:
         for register, value in program.constants.items():
             self._template[register] = value
         self._parameters = Parameters(program.constants, program.derived)
+
+    @property
+    def stage_kind(self) -> Literal["eager", "inductor"]:
+        """How the stages run now: "inductor" once all are compiled."""
+        kinds = {stage.artifact.kind for stage in self.program.stages if stage.artifact}
+        return "inductor" if kinds == {"inductor"} else "eager"
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Results on `args`, the program's inputs in order; attention is computed on the tensors given."""

@@ -143,7 +143,7 @@ def test_autocast_computes_in_its_own_dtype() -> None:
     ("options", "message"),
     [
         ({"stage": "eager"}, "unknown option 'stage'; valid: dump_graphs, packed_linear, stages"),
-        ({"stages": "triton"}, "stages='triton', must be one of 'inductor', 'eager'"),
+        ({"stages": "triton"}, "stages='triton', must be one of 'inductor', 'eager', 'background'"),
         ({"packed_linear": 1}, "packed_linear=1, must be one of True, False, 'auto'"),
         ({"dump_graphs": 3}, "dump_graphs=3, must be the path"),
     ],
@@ -164,6 +164,13 @@ def test_dump_graphs(tmp_path: Path) -> None:
     names = sorted(path.name.split("-", 1)[1] for path in tmp_path.iterdir())
     assert names == ["0-captured.py", "1-canonicalize.py", "2-rewrite_attention.py"]
     assert "neo.attention" in next(tmp_path.glob("*rewrite_attention.py")).read_text()
+
+
+@torch.no_grad()
+def test_dump_graphs_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEO_DUMP_GRAPHS", str(tmp_path))
+    torch.compile(Block(), backend="neo", options=EAGER)(torch.randn(1, 4, 32))
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_dump_graphs_where_nothing_can_be_written(tmp_path: Path) -> None:

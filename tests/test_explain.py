@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -22,7 +25,10 @@ def test_capture_report() -> None:
     for part in (
         "Gemma2ForCausalLM: runtime capture, 1 graph, 4 sites",
         "5 linear stages, 3 to compile",
-        "4 / 2 heads of 16, scale 0.25, window 6, softcap 5, float32  model.layers.0.self_attn",
+        "sites 0, 2: 4 query / 2 KV heads, head_dim 16, scale 0.25, window 6, softcap 5, float32  "
+        "(model.layers.*.self_attn)",
+        "sites 1, 3: 4 query / 2 KV heads, head_dim 16, scale 0.25, no window, softcap 5, float32",
+        "matrix products with prepacked weights",
     ):
         assert part in text
 
@@ -39,7 +45,10 @@ def test_call_report() -> None:
     assert report.kind == "torch.compile"
     assert report.num_sites == 2
     assert report.regions[0].reason is None
-    assert "site   1  4 / 2 heads of 16, scale 0.25, no window, float32  model.layers.1.self_attn" in str(report)
+    assert (
+        "sites 0, 1: 4 query / 2 KV heads, head_dim 16, scale 0.25, no window, float32  (model.layers.*.self_attn)"
+        in (str(report))
+    )
 
 
 def test_graph_left_whole() -> None:
@@ -57,3 +66,41 @@ def test_refused_attention() -> None:
     assert len(region.sites) == 1
     assert len(region.refusals) == 1
     assert "not a site: " in str(report)
+
+
+def test_equal_sites_are_one_line() -> None:
+    report = explain(tiny_model("Llama", num_layers=5))
+    lines = [line for line in str(report).splitlines() if "site" in line][1:]
+    assert len(lines) == 1
+    assert lines[0].strip().startswith("sites 0-4: 4 query / 2 KV heads")
+
+
+def test_experts_are_named() -> None:
+    text = str(explain(tiny_model("GptOss")))
+    assert "weights: three dimensions (experts): chosen by token, not one matrix" in text
+
+
+@pytest.mark.parametrize("call", [False, True])
+@pytest.mark.parametrize("how", ["model.compile", "part.compile", "compiled part", "compiled model"])
+def test_nothing_of_its_own_is_compiled(how: str, call: bool) -> None:
+    compiled: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        compiled.append(gm)
+        return gm.forward
+
+    model = tiny_model("Llama")
+    if how == "model.compile":
+        model.compile(backend=backend)
+    elif how == "part.compile":
+        model.model.layers[0].compile(backend=backend)
+    elif how == "compiled part":
+        model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp, backend=backend)
+    else:
+        model = torch.compile(model, backend=backend)
+    report = explain(model, input_ids=torch.arange(5)[None]) if call else explain(model)
+    assert report.reason is None
+    assert report.num_sites == 2
+    assert not compiled
+    model(input_ids=torch.arange(5)[None], use_cache=False)
+    assert compiled

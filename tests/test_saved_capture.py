@@ -27,7 +27,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def compile_eagerly(gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Artifact:
         name = f"stage {len(known)}"
-        known[name] = Artifact(compile_module._eager(gm), name)
+        known[name] = Artifact(compile_module._eager(gm), "inductor", name)
         return known[name]
 
     monkeypatch.setattr(inductor, "compile_with_inductor", compile_eagerly)

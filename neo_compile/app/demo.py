@@ -65,7 +65,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--runs", type=int, default=2, metavar="N", help="of each policy (default: %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=len(PROMPTS), metavar="N", help="only the first N prompts")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the measured runs (default: by the CPU)")
-    parser.add_argument("--stages", default="inductor", choices=["inductor", "eager"], help="see `neo generate -h`")
+    parser.add_argument(
+        "--stages", default="inductor", choices=["inductor", "eager", "background"], help="see `neo generate -h`"
+    )
     parser.add_argument("--out", default="out", metavar="DIR", help="where picture and trace go (default: %(default)s)")
     parser.set_defaults(run=run, block_size=16, max_num_seqs=256, max_num_batched_tokens=2048)
 

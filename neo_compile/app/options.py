@@ -93,8 +93,9 @@ def add_engine_options(
     group.add_argument(
         "--stages",
         default="inductor",
-        choices=["inductor", "eager"],
-        help="inductor compiles the linear stages (half a minute the first time, with a C++ compiler); eager does not",
+        choices=["inductor", "eager", "background"],
+        help="inductor compiles the linear stages (half a minute the first time, with a C++ compiler); eager does not; "
+        "background starts eagerly and compiles meanwhile",
     )
     add_settings_option(group, CONFIGS)
 

@@ -7,15 +7,18 @@ number of compilations does not grow with the number of layers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from neo_compile.config import StageKind
 from neo_compile.passes.split_stages import SplitGraph, StageGraph
-from neo_compile.staged import Artifact, StageFunction
+from neo_compile.staged import Artifact, StagedModel, StageFunction
+
+if TYPE_CHECKING:
+    from neo_compile.passes.background import BackgroundCompilation
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ def compile_stages(
 
     Args:
         keys: from `share_stages`.
+        stages: "background" gives eager ones, for `compile_in_background`.
         num_threads: Inductor bakes the thread count into its loops; None takes torch's current one.
     """
     artifacts: dict[int, Artifact] = {}
@@ -61,9 +65,31 @@ def compile_stages(
     return [None if key is None else artifacts[key] for key in keys]
 
 
+def compile_in_background(
+    split: SplitGraph,
+    staged: StagedModel,
+    *,
+    num_threads: int | None = None,
+    on_done: Callable[[], object] | None = None,
+) -> BackgroundCompilation:
+    """Start to compile the eager stages of `staged`, made from `split`; see `BackgroundCompilation`."""
+    from neo_compile.passes.background import BackgroundCompilation
+
+    artifacts: list[Artifact] = []
+    graphs: list[StageGraph] = []
+    for graph, call, key in zip(split.stages, staged.program.stages, staged.stage_keys, strict=True):
+        if key == len(artifacts) and call.artifact:
+            artifacts.append(call.artifact)
+            graphs.append(graph)
+    threads = num_threads or torch.get_num_threads()
+    compilation = BackgroundCompilation(artifacts, graphs, staged.stage_keys, num_threads=threads, on_done=on_done)
+    staged.compilation = compilation
+    return compilation
+
+
 def _compile(stage: StageGraph, stages: StageKind, num_threads: int | None) -> Artifact:
-    if stages == "eager":
-        return Artifact(_eager(stage.graph_module))
+    if stages != "inductor":
+        return Artifact(_eager(stage.graph_module), "eager")
     from neo_compile.passes.inductor import compile_with_inductor
 
     return compile_with_inductor(stage.graph_module, stage.example_inputs(), num_threads=num_threads)

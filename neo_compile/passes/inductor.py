@@ -55,9 +55,9 @@ def compile_with_inductor(
     if is_plain and len(compiled) == 1:
         code = compiled[0]
         has_constants = bool(code.constants or code.torchbind_constants)
-        return Artifact(code.current_callable, None if has_constants else code.source_code)
+        return Artifact(code.current_callable, "inductor", None if has_constants else code.source_code)
     logger.info("a stage of %d nodes mutates or aliases its inputs: called through its wrapper", len(gm.graph.nodes))
-    return Artifact(lambda values: wrapped(*values))
+    return Artifact(lambda values: wrapped(*values), "inductor")
 
 
 def load_artifact(source: str) -> Artifact:
@@ -68,7 +68,7 @@ def load_artifact(source: str) -> Artifact:
     from torch._inductor.codecache import PyCodeCache
 
     module: Any = PyCodeCache.load(source)
-    return Artifact(module.call, source)
+    return Artifact(module.call, "inductor", source)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,27 @@ def pack_linears(gm: fx.GraphModule, example_inputs: Sequence[Any], *, merge: bo
         logger.info("%d linears in %d packed calls", sum(map(len, groups.values())), len(groups))
         gm.recompile()
     return gm
+
+
+def why_unpacked(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[str, int]:
+    """Reasons why parameters of matrix products are not packed, and how many each concerns. Before `pack_linears`."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    inputs = dict(zip(placeholders, example_inputs, strict=True))
+    reasons: Counter[str] = Counter()
+    linears = [linear for linear in map(_match, gm.graph.nodes) if linear]
+    for weight in dict.fromkeys(linear.weight for linear in linears):
+        if not _is_packable(weight, inputs):
+            value = inputs.get(weight) if isinstance(weight, fx.Node) else None
+            if value is None:
+                reasons["computed in the graph"] += 1
+            elif type(value) not in (torch.Tensor, torch.nn.Parameter):
+                reasons[f"{type(value).__name__}, a tensor of its own kind"] += 1
+            else:
+                reasons[f"oneDNN packs no {str(value.dtype).removeprefix('torch.')} on {value.device.type}"] += 1
+    experts = [value for value in inputs.values() if isinstance(value, torch.nn.Parameter) and value.dim() == 3]
+    if experts:
+        reasons["three dimensions (experts): chosen by token, not one matrix"] += len(experts)
+    return dict(reasons)
 
 
 def num_packed(graph: fx.Graph) -> int:

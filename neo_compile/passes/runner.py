@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ def run_passes(
     """`gm` after all `passes`.
 
     Args:
-        dump_graphs: folder for the graph's code before the first pass and after each.
+        dump_graphs: folder for the graph's code before the first pass and after each; None takes it from the variable
+            NEO_DUMP_GRAPHS of the environment, if that is set.
     """
+    dump_graphs = dump_graphs or os.environ.get("NEO_DUMP_GRAPHS") or None
     number = next(_dump_numbers) if dump_graphs else 0
     dump(gm, dump_graphs, f"{number:03d}-0-captured")
     for index, graph_pass in enumerate(passes, 1):
@@ -50,7 +53,9 @@ def dump(gm: fx.GraphModule, folder: str | None, name: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / f"{name}.py").write_text(code)
     except OSError as error:
-        raise ConfigError(f"dump_graphs={folder!r}: graphs cannot be written there: {error}") from error
+        raise ConfigError(
+            f"dump_graphs (NEO_DUMP_GRAPHS) {folder!r}: graphs cannot be written there: {error}"
+        ) from error
 
 
 def _name(graph_pass: Any) -> str:
