@@ -111,7 +111,9 @@ def _explain_call(model: torch.nn.Module, args: Sequence[Any], keywords: dict[st
         forward: Callable[..., Any] = gm.forward
         return forward
 
-    torch.compile(model, backend=backend)(*args, **keywords)
+    # At its limit of recompilations for this model's code Dynamo would run it eagerly, with nothing to see.
+    with torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+        torch.compile(model, backend=backend)(*args, **keywords)
     return regions
 
 

@@ -65,7 +65,7 @@ def cost_key(executor: Executor, info: ModelInfo) -> dict[str, Any]:
         "host_threads": device.host_threads,
         "swap_gbps": device.swap_gbps,
         "host_slowdown": device.host_slowdown,
-        "stages": executor.staged.num_artifacts,
+        "stages": f"{executor.staged.num_artifacts} {executor.staged.stage_kind}",
         **_environment(),
     }
 

@@ -83,6 +83,7 @@ def test_experts_are_named() -> None:
 @pytest.mark.parametrize("call", [False, True])
 @pytest.mark.parametrize("how", ["model.compile", "part.compile", "compiled part", "compiled model"])
 def test_nothing_of_its_own_is_compiled(how: str, call: bool) -> None:
+    torch._dynamo.reset()
     compiled: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:

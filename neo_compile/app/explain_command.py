@@ -15,8 +15,8 @@ def add_parser(subparsers: Any) -> None:
         "explain",
         help="what the compiler makes of a model",
         description="Capture a model and report its attention sites, its linear stages, which of them share one "
-        "compiled artefact, and the reason for whatever was left alone. Nothing is compiled. --dtype is what the weights "
-        "are loaded in: it decides which of them can be packed.",
+        "compiled artefact, and the reason for whatever was left alone. Nothing is compiled. --dtype is what the "
+        "weights are loaded in: it decides which of them can be packed.",
     )
     parser.add_argument("model", nargs="?", default=SMOLLM2, help=MODEL_HELP)
     add_dtype_option(parser)
