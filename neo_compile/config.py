@@ -12,10 +12,9 @@ from neo_compile.errors import ConfigError
 StageKind = Literal["inductor", "eager", "background"]
 PackedLinear = bool | Literal["auto"]
 
-STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager")
+STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager", "background")
 GENERATE_POLICIES = ("neo", "device-only", "host-only")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager", "background")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 

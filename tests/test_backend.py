@@ -142,7 +142,7 @@ def test_autocast_computes_in_its_own_dtype() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": "eager"}, "unknown option 'stage'; valid: dump_graphs, packed_linear, stages"),
+        ({"stage": "eager"}, "unknown option 'stage'; valid: device_cache, dump_graphs, host_cache, packed_linear"),
         ({"stages": "triton"}, "stages='triton', must be one of 'inductor', 'eager', 'background'"),
         ({"packed_linear": 1}, "packed_linear=1, must be one of True, False, 'auto'"),
         ({"dump_graphs": 3}, "dump_graphs=3, must be the path"),
