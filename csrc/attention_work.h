@@ -1,53 +1,27 @@
-// Decode attention of one layer over a planned sub-batch.
+// Attention of one layer over a planned sub-batch. A task folds the query tokens of its tile into the head group, so
+// that the kernel reads the tile's common span once for all of them (a decoding request is the case of one token):
+//
+//   query heads of KV head h:   token 0: g0 g1 g2 | token 1: g0 g1 g2 | ...      one group of tokens x group heads
+//
+// The edges, which the tokens see differently, are one small kernel call per token, merged by log-sum-exp.
 #ifndef NEO_COMPILE_CSRC_ATTENTION_WORK_H_
 #define NEO_COMPILE_CSRC_ATTENTION_WORK_H_
 
 #include <cstdint>
 #include <memory>
 
-#include "decode_plan.h"
+#include "attention_call.h"
+#include "attention_plan.h"
 #include "kernel.h"
 #include "work.h"
 
 namespace neo {
 
-// A view of one of a layer's two caches, [num_blocks, num_kv_heads, block_size, head_dim]; strides in elements.
-struct CacheView {
-  void* data = nullptr;
-  int64_t block_stride = 0, head_stride = 0, token_stride = 0;
-};
-
-struct LayerCache {
-  CacheView k, v;
-  int64_t num_blocks = 0;
-  int32_t dtype = NEO_F32;
-  AttentionShape shape{};  // num_q_heads unused
-};
-
-// [num_requests, heads, dim], innermost contiguous; strides in elements.
-struct RowsView {
-  void* data = nullptr;
-  int64_t request_stride = 0, head_stride = 0;
-  int32_t dtype = NEO_F32;
-
-  void* row(int32_t request, int32_t head) const {
-    const int64_t element_bytes = dtype == NEO_F32 ? 4 : 2;
-    return static_cast<char*>(data) + (request * request_stride + head * head_stride) * element_bytes;
-  }
-};
-
-struct AttentionCall {
-  LayerCache cache;
-  RowsView q, out;
-  RowsView k_new, v_new;         // data = nullptr: nothing to append
-  const float* sinks = nullptr;  // [num_q_heads] or none
-  float scale = 1.0f;
-  float softcap = 0.0f;  // 0 = none
-};
-
 class AttentionWork : public Work {
  public:
-  AttentionWork(std::shared_ptr<DecodePlan> plan, const WindowPlan& window, const AttentionCall& call,
+  // Appends k_new and v_new only where every request has at most one query token; otherwise they are in the cache by
+  // now (AppendWork).
+  AttentionWork(std::shared_ptr<AttentionPlan> plan, const WindowPlan& window, const AttentionCall& call,
                 const NeoKernelSet& kernels);
 
   int32_t num_shares() const override { return partition_.num_shares(); }
@@ -55,16 +29,34 @@ class AttentionWork : public Work {
   void run(int32_t task, AlignedBuffer& scratch) override;
 
  private:
-  void append(int32_t request, float* row) const;
-  void load_q(int32_t request, float* q) const;
-  // Merges `count` partials, first one at `partial`, applies the sinks and writes the request's output.
-  void finish(int32_t request, float* partial, int32_t count) const;
+  // Unnormalised results of some heads, as a kernel writes them.
+  struct Partial {
+    float* acc;  // [heads, acc_stride_]
+    float* m;
+    float* l;
+  };
 
-  std::shared_ptr<DecodePlan> plan_;
+  Partial partial_at(float* memory, int32_t num_tokens) const;
+  // Row of a partial, or of folded q, that belongs to query head h of token i.
+  int32_t folded(int32_t num_tokens, int32_t i, int32_t head) const {
+    const int32_t kv_head = head / group_;
+    return (kv_head * num_tokens + i) * group_ + head % group_;
+  }
+  void load_q(int32_t first_row, int32_t num_tokens, float* q) const;
+  void run_kernel(const Tile& tile, int32_t num_tokens, const Span& positions, const float* q, const Partial& partial,
+                  float* scratch) const;
+  void add_edges(const Tile& tile, const Partial& partial, float* scratch) const;
+  void merge_head(const Partial& into, int32_t row, const Partial& from, int32_t from_row) const;
+  // Merges `count` partials, first one at `partial`, applies the sinks and writes the tile's output.
+  void finish(const Tile& tile, float* partial, int32_t count) const;
+
+  std::shared_ptr<AttentionPlan> plan_;
   const Partition& partition_;
+  const int64_t window_;
   const AttentionCall call_;
   const NeoKernelSet& kernels_;
   const AttentionShape shape_;
+  const int32_t group_;  // query heads of a KV head
   const int32_t q_stride_, acc_stride_;
 };
 

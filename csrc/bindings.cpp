@@ -11,10 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "append_work.h"
+#include "attention_call.h"
+#include "attention_plan.h"
 #include "attention_work.h"
 #include "clock.h"
 #include "copy_work.h"
-#include "decode_plan.h"
 #include "kernel.h"
 #include "slowed_work.h"
 #include "thread_pool.h"
@@ -50,18 +52,24 @@ std::vector<std::pair<std::string, bool>> list_kernel_sets() {
 // worker.
 class Ticket {
  public:
-  Ticket(std::shared_ptr<ThreadPool> pool, std::shared_ptr<neo::Submission> submission, py::object refs)
-      : pool_(std::move(pool)), submission_(std::move(submission)), refs_(std::move(refs)) {}
+  // before: a submission that this one builds on, queued just ahead of it.
+  Ticket(std::shared_ptr<ThreadPool> pool, std::shared_ptr<neo::Submission> submission, py::object refs,
+         std::unique_ptr<Ticket> before = nullptr)
+      : before_(std::move(before)),
+        pool_(std::move(pool)),
+        submission_(std::move(submission)),
+        refs_(std::move(refs)) {}
   Ticket(const Ticket&) = delete;
   ~Ticket() { finish(); }
 
   void wait() {
     finish();
     refs_ = py::none();
+    if (before_) before_->wait();
     if (submission_->has_failed()) throw std::bad_alloc();
   }
   bool is_done() const { return submission_->is_done(); }
-  std::int64_t start_ns() const { return done().start_ns(); }
+  std::int64_t start_ns() const { return before_ ? before_->start_ns() : done().start_ns(); }
   std::int64_t end_ns() const { return done().end_ns(); }
 
  private:
@@ -75,6 +83,7 @@ class Ticket {
     return *submission_;
   }
 
+  std::unique_ptr<Ticket> before_;
   std::shared_ptr<ThreadPool> pool_;
   std::shared_ptr<neo::Submission> submission_;
   py::object refs_;
@@ -91,13 +100,14 @@ class Pool {
       : kernels_(kernel_set(kernels)),
         pool_(new ThreadPool(num_threads, std::move(cpus), participate, spin_ns), delete_pool) {}
 
-  std::unique_ptr<Ticket> submit_attention(const std::shared_ptr<neo::DecodePlan>& plan, const neo::LayerCache& layer,
-                                           const neo::RowsView& q, const neo::RowsView& out, float scale,
-                                           std::int64_t window, float softcap, std::uintptr_t sinks, py::object refs) {
+  std::unique_ptr<Ticket> submit_attention(const std::shared_ptr<neo::AttentionPlan>& plan,
+                                           const neo::LayerCache& layer, const neo::RowsView& q,
+                                           const neo::RowsView& out, float scale, std::int64_t window, float softcap,
+                                           std::uintptr_t sinks, py::object refs) {
     return submit_append(plan, layer, q, out, scale, window, softcap, sinks, {}, {}, std::move(refs));
   }
 
-  std::unique_ptr<Ticket> submit_append(const std::shared_ptr<neo::DecodePlan>& plan, const neo::LayerCache& layer,
+  std::unique_ptr<Ticket> submit_append(const std::shared_ptr<neo::AttentionPlan>& plan, const neo::LayerCache& layer,
                                         const neo::RowsView& q, const neo::RowsView& out, float scale,
                                         std::int64_t window, float softcap, std::uintptr_t sinks,
                                         const neo::RowsView& k_new, const neo::RowsView& v_new, py::object refs) {
@@ -105,12 +115,17 @@ class Pool {
       throw std::invalid_argument("the plan is in use on another WorkerPool: plan once per pool");
     check_shape(plan->shape(), layer.shape);
     const neo::WindowPlan& window_plan = plan->window_plan(window);
-    plan->check_blocks(window_plan, window, layer.num_blocks);
-    if (k_new.data != nullptr) plan->check_append();
+    plan->check_blocks(window_plan, layer.num_blocks);
     const neo::AttentionCall call{layer, q, out, k_new, v_new, pointer<const float>(sinks), scale, softcap};
+    std::unique_ptr<Ticket> append;
+    if (k_new.data != nullptr) {
+      plan->check_append();
+      if (plan->has_chunks())
+        append = submit(std::make_unique<neo::AppendWork>(plan, call, kernels_, pool_->parallelism()), refs);
+    }
     std::unique_ptr<neo::Work> work = std::make_unique<neo::AttentionWork>(plan, window_plan, call, kernels_);
     if (slowdown_ > 1.0) work = std::make_unique<neo::SlowedWork>(std::move(work), slowdown_);
-    return submit(std::move(work), std::move(refs));
+    return submit(std::move(work), std::move(refs), std::move(append));
   }
 
   std::unique_ptr<Ticket> submit_copy(std::uintptr_t src, std::uintptr_t dst, std::int64_t block_bytes,
@@ -121,6 +136,11 @@ class Pool {
     for (std::int64_t i = 0; i < num_pairs; ++i) list.emplace_back(first[2 * i], first[2 * i + 1]);
     return submit(std::make_unique<neo::CopyWork>(pointer<const char>(src), pointer<char>(dst), block_bytes,
                                                   std::move(list), max_gbps, pool_->parallelism()),
+                  std::move(refs));
+  }
+
+  std::unique_ptr<Ticket> submit_first_touch(std::uintptr_t data, std::int64_t bytes, py::object refs) {
+    return submit(std::make_unique<neo::FirstTouchWork>(pointer<char>(data), bytes, pool_->parallelism()),
                   std::move(refs));
   }
 
@@ -143,7 +163,8 @@ class Pool {
   std::vector<int> pin_failures() const { return pool_->pin_failures(); }
 
  private:
-  std::unique_ptr<Ticket> submit(std::unique_ptr<neo::Work> work, py::object refs) {
+  std::unique_ptr<Ticket> submit(std::unique_ptr<neo::Work> work, py::object refs,
+                                 std::unique_ptr<Ticket> before = nullptr) {
     std::shared_ptr<neo::Submission> submission;
     if (pool_->num_threads() == 0) {  // runs here and now
       const py::gil_scoped_release release;
@@ -151,7 +172,7 @@ class Pool {
     } else {
       submission = pool_->submit(std::move(work));
     }
-    return std::make_unique<Ticket>(pool_, std::move(submission), std::move(refs));
+    return std::make_unique<Ticket>(pool_, std::move(submission), std::move(refs), std::move(before));
   }
 
   static void check_shape(const neo::AttentionShape& plan, const neo::AttentionShape& layer) {
@@ -171,8 +192,8 @@ class Pool {
   double slowdown_ = 1.0;
 };
 
-neo::RowsView make_rows(std::uintptr_t data, std::int64_t request_stride, std::int64_t head_stride, int dtype) {
-  return {pointer<void>(data), request_stride, head_stride, dtype};
+neo::RowsView make_rows(std::uintptr_t data, std::int64_t token_stride, std::int64_t head_stride, int dtype) {
+  return {pointer<void>(data), token_stride, head_stride, dtype};
 }
 
 neo::LayerCache make_layer(std::uintptr_t k, std::vector<std::int64_t> k_strides, std::uintptr_t v,
@@ -188,20 +209,27 @@ neo::LayerCache make_layer(std::uintptr_t k, std::vector<std::int64_t> k_strides
   return layer;
 }
 
-std::shared_ptr<neo::DecodePlan> make_plan(std::uintptr_t tables, std::int64_t table_stride, int max_blocks,
-                                           std::uintptr_t lens, int num_requests, int num_q_heads, int num_kv_heads,
-                                           int head_dim_k, int head_dim_v, int block_size, int max_shares,
-                                           std::int64_t min_share_bytes) {
+std::shared_ptr<neo::AttentionPlan> make_plan(std::uintptr_t tables, std::int64_t table_stride, int max_blocks,
+                                              std::uintptr_t lens, std::uintptr_t cu_seqlens, int num_requests,
+                                              int num_q_heads, int num_kv_heads, int head_dim_k, int head_dim_v,
+                                              int block_size, int max_shares, std::int64_t min_share_bytes) {
   const neo::AttentionShape shape{num_q_heads, num_kv_heads, head_dim_k, head_dim_v, block_size};
-  return std::make_shared<neo::DecodePlan>(pointer<const std::int32_t>(tables), table_stride, max_blocks,
-                                           pointer<const std::int32_t>(lens), num_requests, shape, max_shares,
-                                           min_share_bytes);
+  return std::make_shared<neo::AttentionPlan>(
+      pointer<const std::int32_t>(tables), table_stride, max_blocks, pointer<const std::int32_t>(lens),
+      pointer<const std::int32_t>(cu_seqlens), num_requests, shape, max_shares, min_share_bytes);
 }
 
-std::vector<std::vector<int>> list_tasks(neo::DecodePlan& plan, std::int64_t window) {
+std::vector<std::vector<int>> list_tasks(neo::AttentionPlan& plan, std::int64_t window) {
   std::vector<std::vector<int>> rows;
   for (const neo::Task& task : plan.window_plan(window).partition.tasks)
-    rows.push_back({task.request, task.token_begin, task.token_end, task.partial});
+    rows.push_back({task.tile, task.token_begin, task.token_end, task.partial});
+  return rows;
+}
+
+std::vector<std::vector<int>> list_tiles(const neo::AttentionPlan& plan) {
+  std::vector<std::vector<int>> rows;
+  for (const neo::Tile& tile : plan.tiles())
+    rows.push_back({tile.request, tile.first_row, tile.num_tokens, tile.length});
   return rows;
 }
 
@@ -215,18 +243,18 @@ void convert_row(const std::string& kernels, std::uintptr_t src, int src_dtype, 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() =
-      "Native host attention: worker pool, decode plans, block copies. Use it through neo_compile.host_attention.";
+  m.doc() = "Native host attention: worker pool, plans, block copies. Use it through neo_compile.host_attention.";
   m.def("kernel_sets", list_kernel_sets, "(name, runs on this CPU) of every kernel set in this build, best first");
   m.def("convert_row", convert_row, "For tests: one row between dtypes through the given kernels' conversions");
   m.def("steady_ns", &neo::steady_ns, "The clock of tickets, in ns");
 
   py::class_<neo::RowsView>(m, "Rows").def(py::init(&make_rows));
   py::class_<neo::LayerCache>(m, "LayerCache").def(py::init(&make_layer));
-  py::class_<neo::DecodePlan, std::shared_ptr<neo::DecodePlan>>(m, "DecodePlan")
+  py::class_<neo::AttentionPlan, std::shared_ptr<neo::AttentionPlan>>(m, "AttentionPlan")
       .def(py::init(&make_plan))
-      .def("tasks", list_tasks, "[request, token_begin, token_end, partial or -1] of each task for a window (0: none)")
-      .def("poison_workspace", &neo::DecodePlan::poison_workspace);
+      .def("tasks", list_tasks, "[tile, token_begin, token_end, partial or -1] of each task for a window (0: none)")
+      .def("tiles", list_tiles, "[request, first row, query tokens, length that the first one sees] of each tile")
+      .def("poison_workspace", &neo::AttentionPlan::poison_workspace);
 
   py::class_<Ticket>(m, "Ticket")
       .def("wait", &Ticket::wait, "Returns when the work is done; the GIL is free meanwhile")
@@ -239,6 +267,7 @@ PYBIND11_MODULE(_C, m) {
       .def("submit_attention", &Pool::submit_attention)
       .def("submit_append", &Pool::submit_append)
       .def("submit_copy", &Pool::submit_copy)
+      .def("submit_first_touch", &Pool::submit_first_touch)
       .def("submit_read", &Pool::submit_read)
       .def("slow_attention", &Pool::slow_attention)
       .def("close", &Pool::close)

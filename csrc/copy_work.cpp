@@ -12,7 +12,9 @@ namespace {
 
 constexpr int64_t kTaskBytes = 256 * 1024;       // big enough to stream, small enough to balance and throttle
 constexpr int64_t kReadTaskBytes = 1024 * 1024;  // of all streams
-constexpr int64_t kStepBytes = 128;              // of one stream at a time
+constexpr int64_t kPageBytes = 4096;
+constexpr int64_t kHugePageBytes = 2 * 1024 * 1024;
+constexpr int64_t kStepBytes = 128;  // of one stream at a time
 
 int32_t even_share(int32_t tasks, int32_t shares, int32_t share) {
   return static_cast<int32_t>(static_cast<int64_t>(tasks) * share / shares);
@@ -73,6 +75,25 @@ void ReadWork::run(int32_t task, AlignedBuffer&) {
   uint64_t sum = 0;
   for (const uint64_t part : lane) sum += part;
   sum_.fetch_add(sum, std::memory_order_relaxed);
+}
+
+FirstTouchWork::FirstTouchWork(char* data, int64_t bytes, int32_t num_shares)
+    : data_(data),
+      bytes_(bytes),
+      num_shares_(std::max(1, num_shares)),
+      num_chunks_(static_cast<int32_t>((bytes + kHugePageBytes - 1) / kHugePageBytes)) {}
+
+int32_t FirstTouchWork::share_begin(int32_t share) const {
+  return share * (num_chunks_ / num_shares_) + std::min(share, num_chunks_ % num_shares_);
+}
+
+void FirstTouchWork::run(int32_t task, AlignedBuffer&) {
+  // A share's tasks are the chunks that come round to it: share 0 of 2 has the chunks 0, 2, 4, ...
+  int32_t share = 0;
+  while (share + 1 < num_shares_ && task >= share_begin(share + 1)) ++share;
+  const int64_t chunk = share + static_cast<int64_t>(task - share_begin(share)) * num_shares_;
+  const int64_t end = std::min((chunk + 1) * kHugePageBytes, bytes_);
+  for (int64_t i = chunk * kHugePageBytes; i < end; i += kPageBytes) data_[i] = 0;
 }
 
 }  // namespace neo

@@ -60,6 +60,23 @@ class ReadWork : public Work {
   std::atomic<uint64_t> sum_{0};  // keeps the reads alive
 };
 
+// Writes one zero byte to every page of fresh memory, huge page by huge page in turn: Linux gives a page to the node of
+// the thread that writes it first, so the buffer lies on the workers' nodes, in proportion to their numbers.
+class FirstTouchWork : public Work {
+ public:
+  FirstTouchWork(char* data, int64_t bytes, int32_t num_shares);
+
+  int32_t num_shares() const override { return num_shares_; }
+  int32_t share_begin(int32_t share) const override;
+  void run(int32_t task, AlignedBuffer& scratch) override;
+
+ private:
+  char* data_;
+  const int64_t bytes_;
+  const int32_t num_shares_;
+  const int32_t num_chunks_;
+};
+
 }  // namespace neo
 
 #endif  // NEO_COMPILE_CSRC_COPY_WORK_H_

@@ -1,8 +1,7 @@
 // The C ABI between the partition / thread pool (callers) and the paged-attention kernels (C++ twin, ISPC).
 //
-//  1. One call = one task = one span [token_begin, token_end) of consecutive tokens of ONE request, all KV heads. The
-//     partition cuts spans at block boundaries; only a sliding window (begin) and the context length (end) may fall
-//     inside a block. Empty spans happen.
+//  1. One call = one span [token_begin, token_end) of consecutive tokens of ONE request, all KV heads. It may begin and
+//     end inside a block, and be empty. Several query tokens that see the same span come as one larger head group.
 //  2. Token t lives in block block_table[t / block_size], row t % block_size. Its K row for KV head h is
 //     k + (block * k_block_stride + h * k_head_stride + row * k_token_stride) elements; head_dim is contiguous; V
 //     likewise. Nothing outside the span's tokens may be read (free blocks are NaN-poisoned in tests); block products

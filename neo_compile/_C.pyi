@@ -6,7 +6,7 @@ def convert_row(kernels: str, src: int, src_dtype: int, dst: int, dst_dtype: int
 def steady_ns() -> int: ...
 
 class Rows:
-    def __init__(self, data: int, request_stride: int, head_stride: int, dtype: int, /) -> None: ...
+    def __init__(self, data: int, token_stride: int, head_stride: int, dtype: int, /) -> None: ...
 
 class LayerCache:
     def __init__(
@@ -24,13 +24,14 @@ class LayerCache:
         /,
     ) -> None: ...
 
-class DecodePlan:
+class AttentionPlan:
     def __init__(
         self,
         tables: int,
         table_stride: int,
         max_blocks: int,
         context_lens: int,
+        cu_seqlens: int,
         num_requests: int,
         num_q_heads: int,
         num_kv_heads: int,
@@ -41,6 +42,7 @@ class DecodePlan:
         min_share_bytes: int,
         /,
     ) -> None: ...
+    def tiles(self) -> list[list[int]]: ...
     def tasks(self, window: int, /) -> list[list[int]]: ...
     def poison_workspace(self) -> None: ...
 
@@ -59,7 +61,7 @@ class Pool:
     def slow_attention(self, factor: float, /) -> None: ...
     def submit_attention(
         self,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         layer: LayerCache,
         q: Rows,
         out: Rows,
@@ -72,7 +74,7 @@ class Pool:
     ) -> Ticket: ...
     def submit_append(
         self,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         layer: LayerCache,
         q: Rows,
         out: Rows,
@@ -88,6 +90,7 @@ class Pool:
     def submit_copy(
         self, src: int, dst: int, block_bytes: int, pairs: int, num_pairs: int, max_gbps: float, refs: object, /
     ) -> Ticket: ...
+    def submit_first_touch(self, data: int, num_bytes: int, refs: object, /) -> Ticket: ...
     def submit_read(self, data: int, num_bytes: int, streams: int, refs: object, /) -> Ticket: ...
     def close(self) -> None: ...
     @property

@@ -1,4 +1,4 @@
-"""Decode attention on the host: a pool of native threads, plans made once per iteration, one submission per layer.
+"""Attention on the host: a pool of native threads, plans made once per iteration, one submission per layer.
 
     plan = plan_decode(block_tables, context_lens, ...)      once per sub-batch and iteration
     for each layer:
@@ -6,9 +6,14 @@
         ...                                                  the device runs the other sub-batch's linear stage
         ticket.wait()                                        GIL free; then `out` is valid
 
-`paged_decode` is all of it in one synchronous, fully validated call. Legend: B requests, Hq / Hkv query / KV heads, D
-head_dim. Everything a kernel could trip over (dtype, shape, stride, block id, device) is checked before native code
-runs.
+`plan_varlen` in place of `plan_decode` serves several query tokens per request (speculation, chunks of a prefill).
+`paged_decode` and `paged_attention_varlen` are all of it in one synchronous, fully validated call. Legend: B requests,
+T query tokens, Hq / Hkv query / KV heads, D head_dim. Everything a kernel could trip over (dtype, shape, stride, block
+id, device) is checked before native code runs.
+
+Attention is causal softmax attention with an optional sliding window, soft cap and sinks. ALiBi and other biases that
+are added to the logits are not supported: there is no argument for them, and models that need one are refused when
+they are captured.
 """
 
 from __future__ import annotations
@@ -16,19 +21,20 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from neo_compile import _C, _native
+from neo_compile._attention_plan import AttentionPlan, LayerCache, plan_decode, plan_varlen
 from neo_compile._C import Ticket
 from neo_compile._host_checks import (
     IntArray,
     address,
     check_out,
     check_tensor,
-    int32_array,
     pairs_array,
     rows,
     sinks_address,
@@ -36,122 +42,18 @@ from neo_compile._host_checks import (
     window_code,
 )
 
-__all__ = ["DecodePlan", "LayerCache", "Ticket", "WorkerPool", "paged_decode", "plan_decode"]
+__all__ = [
+    "AttentionPlan",
+    "LayerCache",
+    "Ticket",
+    "WorkerPool",
+    "paged_attention_varlen",
+    "paged_decode",
+    "plan_decode",
+    "plan_varlen",
+]
 
-# A span below this many bytes of KV is not worth waking another thread for.
-_MIN_SHARE_BYTES = 64 * 1024
 _SPIN_US = 50.0
-
-
-class LayerCache:
-    """One layer's K and V views [num_blocks, Hkv, block_size, D], prepared once so that a submit costs little.
-
-    Strides are arbitrary but for the innermost (contiguous); K and V may differ in head_dim, not in the rest. The
-    tensors are kept alive.
-    """
-
-    __slots__ = ("dtype", "k_cache", "native", "num_blocks", "v_cache")
-
-    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
-        code = check_tensor("k_cache", k_cache, 4)
-        if check_tensor("v_cache", v_cache, 4) != code:
-            raise ValueError(f"v_cache is {v_cache.dtype}, k_cache is {k_cache.dtype}: they must agree")
-        num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-        if v_cache.shape[:3] != k_cache.shape[:3]:
-            raise ValueError(
-                f"v_cache {tuple(v_cache.shape)} and k_cache {tuple(k_cache.shape)} differ beyond head_dim"
-            )
-        if 0 in k_cache.shape[1:] or v_cache.shape[3] == 0:
-            raise ValueError(
-                f"k_cache {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}: only num_blocks may be 0"
-            )
-        self.k_cache, self.v_cache = k_cache, v_cache
-        self.dtype, self.num_blocks = k_cache.dtype, num_blocks
-        self.native = _C.LayerCache(
-            k_cache.data_ptr(),
-            k_cache.stride()[:3],
-            v_cache.data_ptr(),
-            v_cache.stride()[:3],
-            num_blocks,
-            code,
-            num_kv_heads,
-            block_size,
-            head_dim,
-            v_cache.shape[3],
-        )
-
-
-class DecodePlan:
-    """Block tables, lengths and partition of one sub-batch; made by `plan_decode`, good for every layer.
-
-    It holds the workspace for partials: submissions of one plan go to one pool (where they run one after the other).
-    """
-
-    __slots__ = ("kv_new_shapes", "native", "num_requests", "out_shape", "q_shape")
-
-    def __init__(self, native: _C.DecodePlan, num_requests: int, heads: tuple[int, int], dims: tuple[int, int]) -> None:
-        self.native = native
-        self.num_requests = num_requests
-        self.q_shape = (num_requests, heads[0], dims[0])
-        self.out_shape = (num_requests, heads[0], dims[1])
-        self.kv_new_shapes = ((num_requests, heads[1], dims[0]), (num_requests, heads[1], dims[1]))
-
-    def tasks(self, window: int | None = None) -> list[tuple[int, int, int, int | None]]:
-        """(request, token_begin, token_end, partial index or None if the request is whole) of every task."""
-        tasks = self.native.tasks(window_code(window))
-        return [(r, begin, end, None if partial < 0 else partial) for r, begin, end, partial in tasks]
-
-
-def plan_decode(
-    block_tables: IntArray,
-    context_lens: IntArray,
-    *,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    num_threads: int,
-    v_head_dim: int | None = None,
-    min_share_bytes: int = _MIN_SHARE_BYTES,
-) -> DecodePlan:
-    """Splits a sub-batch's blocks evenly over `num_threads` (use `pool.parallelism`), at most B + num_threads tasks.
-
-    block_tables int [B, max_blocks] (entries past a length are never read), context_lens int [B] counting the current
-    token; both are copied. ValueError names the request whose length is negative or exceeds its table.
-    """
-    v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    sizes = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "v_head_dim": v_head_dim,
-        "block_size": block_size,
-        "num_threads": num_threads,
-    }
-    for name, value in sizes.items():
-        if not 1 <= value < 2**20:
-            raise ValueError(f"{name} = {value} must be at least 1 (and below 2**20)")
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"num_q_heads = {num_q_heads} is not a multiple of num_kv_heads = {num_kv_heads}")
-    lens = int32_array("context_lens", context_lens, 1)
-    tables = int32_array("block_tables", block_tables, 2)
-    if tables.shape[0] != lens.shape[0]:
-        raise ValueError(f"block_tables has {tables.shape[0]} rows, context_lens {lens.shape[0]} entries")
-    native = _C.DecodePlan(
-        address(tables),
-        tables.shape[1],
-        tables.shape[1],
-        address(lens),
-        lens.shape[0],
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        v_head_dim,
-        block_size,
-        num_threads,
-        min_share_bytes,
-    )
-    return DecodePlan(native, lens.shape[0], (num_q_heads, num_kv_heads), (head_dim, v_head_dim))
 
 
 class WorkerPool:
@@ -207,7 +109,7 @@ class WorkerPool:
 
     def submit(
         self,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -228,7 +130,7 @@ class WorkerPool:
 
     def submit_layer(
         self,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         layer: LayerCache,
         q: Tensor,
         out: Tensor,
@@ -240,13 +142,13 @@ class WorkerPool:
         k_new: Tensor | None = None,
         v_new: Tensor | None = None,
     ) -> Ticket:
-        """Queues one layer's decode attention: out [B, Hq, Dv] = softmax(scale q K^T) V over the cached tokens.
+        """Queues one layer's attention: out [T, Hq, Dv] = softmax(scale q K^T) V over the cached tokens, causal.
 
-        q [B, Hq, D], out and k_new / v_new [B, Hkv, D] may be fp32, fp16 or bf16, strided but for the innermost
-        dimension. With k_new and v_new, row b is first written to position context_lens[b] - 1 of request b. window:
-        the last w tokens, the current included; softcap: s = cap * tanh(s / cap); sinks fp32 [Hq]: an extra logit in
-        the softmax's denominator. Tensors stay alive until the ticket is waited for (or dropped, which waits).
-        ValueError names what does not fit.
+        q [T, Hq, D] (T = B for a decode plan), out and k_new / v_new [T, Hkv, D] may be fp32, fp16 or bf16, strided but
+        for the innermost dimension. With k_new and v_new, the query tokens' rows are first written to their positions,
+        the last ones of each context. window: the last w tokens, the current included; softcap: s = cap * tanh(s /
+        cap); sinks fp32 [Hq]: an extra logit in the softmax's denominator. Tensors stay alive until the ticket is
+        waited for (or dropped, which waits). ValueError names what does not fit.
         """
         q_rows, out_rows = rows("q", q, plan.q_shape), rows("out", out, plan.out_shape)
         refs = (plan, layer, q, out, sinks, k_new, v_new)
@@ -280,6 +182,15 @@ class WorkerPool:
         return self._native.submit_copy(
             src.data_ptr(), dst.data_ptr(), block_bytes, address(array), len(array), max_gbps or 0.0, refs
         )
+
+    def submit_first_touch(self, buffer: Tensor) -> Ticket:
+        """Queues that the workers touch a fresh contiguous buffer, whose pages then lie on their memory nodes.
+
+        It is interleaved among them by 2 MiB. A byte of every page becomes 0, so call it before anything is stored.
+        """
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise ValueError("buffer must be a contiguous CPU tensor")
+        return self._native.submit_first_touch(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
 
     def submit_read(self, buffer: Tensor, streams: int = 1) -> Ticket:
         """Queues a read of a contiguous buffer by all workers: bytes / (end_ns - start_ns) is the bandwidth.
@@ -328,15 +239,56 @@ def paged_decode(
     `plan_decode` and `WorkerPool.submit_layer`. A request of length 0 gives zeros. num_threads None: all usable CPUs.
     ValueError names the offending value.
     """
+    plan = functools.partial(plan_decode, block_tables, context_lens)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    return _attend(plan, q_BHD, k_cache, v_cache, options, out, num_threads)
+
+
+def paged_attention_varlen(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: IntArray,
+    context_lens: IntArray,
+    cu_seqlens: IntArray,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    out: Tensor | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """`paged_decode` for any number of query tokens per request, causal; returns `out` [T, Hq, Dv].
+
+    Rows cu_seqlens[b] to cu_seqlens[b + 1] of q are the last tokens of request b's context, which context_lens counts:
+    of n rows, row i sees the positions up to context_lens[b] - n + i, and with a window the last w of those. k_new and
+    v_new [T, Hkv, D] are written to these positions first; without them the caches hold the tokens already. The rest
+    as in `plan_varlen` and `WorkerPool.submit_layer`.
+    """
+    plan = functools.partial(plan_varlen, block_tables, context_lens, cu_seqlens)
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "k_new": k_new, "v_new": v_new}
+    return _attend(plan, q_THD, k_cache, v_cache, options, out, num_threads)
+
+
+def _attend(
+    make_plan: Callable[..., AttentionPlan],
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    options: dict[str, Any],
+    out: Tensor | None,
+    num_threads: int | None,
+) -> Tensor:
     layer = LayerCache(k_cache, v_cache)
-    check_tensor("q", q_BHD, 3)
-    if q_BHD.shape[2] != k_cache.shape[3]:
-        raise ValueError(f"q has head_dim {q_BHD.shape[2]}, k_cache {k_cache.shape[3]}")
+    check_tensor("q", q, 3)
+    if q.shape[2] != k_cache.shape[3]:
+        raise ValueError(f"q has head_dim {q.shape[2]}, k_cache {k_cache.shape[3]}")
     pool = _shared_pool(len(_native.usable_cpus()) if num_threads is None else num_threads, os.getpid(), _native.isa())
-    plan = plan_decode(
-        block_tables,
-        context_lens,
-        num_q_heads=q_BHD.shape[1],
+    plan = make_plan(
+        num_q_heads=q.shape[1],
         num_kv_heads=k_cache.shape[1],
         head_dim=k_cache.shape[3],
         v_head_dim=v_cache.shape[3],
@@ -344,17 +296,17 @@ def paged_decode(
         num_threads=pool.parallelism,
     )
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=q_BHD.dtype)
+        out = torch.empty(plan.out_shape, dtype=q.dtype)
     else:
-        inputs = {"q": q_BHD, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
-        check_out(out, {name: x for name, x in inputs.items() if x is not None})
-    pool.submit_layer(plan, layer, q_BHD, out, scale=scale, window=window, softcap=softcap, sinks=sinks).wait()
+        inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **options}
+        check_out(out, {name: x for name, x in inputs.items() if isinstance(x, Tensor)})
+    pool.submit_layer(plan, layer, q, out, **options).wait()
     return out
 
 
 @functools.cache
 def _shared_pool(num_threads: int, pid: int, isa: str) -> WorkerPool:
-    """Pools of `paged_decode`, per process (threads do not survive a fork)."""
+    """Pools of the synchronous calls, per process (threads do not survive a fork)."""
     if num_threads < 1:
         raise ValueError(f"num_threads = {num_threads} must be at least 1")
     return WorkerPool(num_threads - 1, participate=True, isa=isa)

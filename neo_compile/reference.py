@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["attend", "paged_decode_reference"]
+__all__ = ["attend", "paged_decode_reference", "paged_varlen_reference"]
 
 
 def attend(
@@ -71,21 +71,44 @@ def paged_decode_reference(
     block_tables: Any,
     context_lens: Any,
     scale: float,
+    **options: Any,
+) -> Tensor:
+    """What `host_attention.paged_decode` must return, in float64 [B, Hq, Dv]; reads only the blocks that it must."""
+    rows = range(q_BHD.shape[0] + 1)
+    return paged_varlen_reference(q_BHD, k_cache, v_cache, block_tables, context_lens, rows, scale, **options)
+
+
+def paged_varlen_reference(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Any,
+    context_lens: Any,
+    cu_seqlens: Any,
+    scale: float,
     *,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `host_attention.paged_decode` must return, in float64 [B, Hq, Dv]; reads only the blocks that it must."""
+    """What `host_attention.paged_attention_varlen` must return, in float64 [T, Hq, Dv]; reads only what it must."""
     block_size = k_cache.shape[2]
-    tables, lens = torch.as_tensor(block_tables), torch.as_tensor(context_lens)
-    out = torch.zeros(q_BHD.shape[0], q_BHD.shape[1], v_cache.shape[3], dtype=torch.float64)
+    tables, lens, rows = torch.as_tensor(block_tables), torch.as_tensor(context_lens), torch.as_tensor(cu_seqlens)
+    out = torch.zeros(q_THD.shape[0], q_THD.shape[1], v_cache.shape[3], dtype=torch.float64)
     for b, length in enumerate(lens.tolist()):
-        if length == 0:
+        begin, end = int(rows[b]), int(rows[b + 1])
+        if length == 0 or begin == end:
             continue
-        blocks = tables[b, : -(-length // block_size)].long()
-        first = max(0, length - window) if window is not None else 0
+        first_query = length - (end - begin)
+        first = max(0, first_query + 1 - window) if window is not None else 0
+        blocks = tables[b, : -(-length // block_size)].long().clone()
+        if window is not None:
+            blocks[: first // block_size] = blocks[-1]  # blocks before the window may be gone
         k = k_cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:length]
         v = v_cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:length]
-        out[b] = attend(q_BHD[b].unsqueeze(1), k, v, scale, softcap=softcap, sinks=sinks)[:, 0]
+        q = q_THD[begin:end].transpose(0, 1)
+        offset = first_query - first
+        out[begin:end] = attend(q, k, v, scale, offset=offset, window=window, softcap=softcap, sinks=sinks).transpose(
+            0, 1
+        )
     return out

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from neo_compile.attention import AttentionSite
-from neo_compile.host_attention import DecodePlan, plan_decode
+from neo_compile.host_attention import AttentionPlan, plan_decode
 from neo_compile.runtime.kv_cache import Slots
 from neo_compile.runtime.plan import SubBatch
 from neo_compile.runtime.request import Request, Tier
@@ -90,7 +90,7 @@ class DecodeRows:
 
     row: int
     num_requests: int
-    plans: dict[Geometry, DecodePlan]
+    plans: dict[Geometry, AttentionPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _prefill_chunk(chunk: ChunkRow, row: int, block_size: int) -> PrefillChunk:
     )
 
 
-def _plan_decodes(table: DecodeTable, tier: Tier, layout: BatchLayout) -> dict[Geometry, DecodePlan]:
+def _plan_decodes(table: DecodeTable, tier: Tier, layout: BatchLayout) -> dict[Geometry, AttentionPlan]:
     """Partition the decode attention of a tier's rows over its threads."""
     return {
         geometry: plan_decode(

@@ -96,6 +96,7 @@ class Engine:
                     tier: KVCache(staged.sites, sizes[tier], cache.block_size, dtype, self._device.torch_device)
                     for tier in Tier
                 }
+                caches[Tier.HOST].place(self._device.host_pool)
                 self._executor = Executor(staged, self._device, caches, staging_blocks=cache.staging_blocks)
                 if cost_model is None:
                     cost_model = load_or_measure_costs(self._executor, self._info)

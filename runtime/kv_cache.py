@@ -22,6 +22,8 @@ from neo_compile.attention import AttentionSite
 from neo_compile.config import parse_bytes
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import LayerCache
+from neo_compile.numa import numa_nodes
+from neo_compile.runtime.device.base import Workers
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -146,6 +148,18 @@ class KVCache:
             self._k_views.append(torch.unflatten(pool[..., :k_len], -1, (block_size, site.head_dim)))
             self._v_views.append(torch.unflatten(pool[..., k_len:], -1, (block_size, site.v_head_dim)))
             self._layers.append(LayerCache(self._k_views[-1], self._v_views[-1]))
+
+    def place(self, workers: Workers) -> bool:
+        """On a machine with several memory nodes: let the threads that will read the pools touch them first.
+
+        Memory belongs to the node of its first writer, which otherwise would be whoever stores the first token. All of
+        the cache becomes resident. Call it before anything is stored; True if it was done.
+        """
+        if len(numa_nodes()) < 2:
+            return False
+        for ticket in [workers.submit_first_touch(pool) for pool in self.pools]:
+            ticket.wait()
+        return True
 
     def k(self, layer: int) -> torch.Tensor:
         """K of a layer, [num_blocks, num_kv_heads, block_size, head_dim], a view."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from neo_compile._host_checks import IntArray
-from neo_compile.host_attention import DecodePlan, LayerCache
+from neo_compile.host_attention import AttentionPlan, LayerCache
 from neo_compile.runtime.device.base import Device, Ticket, Workers
 
 _RUN_AT_ONCE_SHARE = 0.2  # submissions that run at once: early is as legal as late
@@ -113,7 +113,7 @@ class DelayingWorkers:
         return len(self._outstanding)
 
     def submit_layer(
-        self, plan: DecodePlan, layer: LayerCache, q: torch.Tensor, out: torch.Tensor, **options: Any
+        self, plan: AttentionPlan, layer: LayerCache, q: torch.Tensor, out: torch.Tensor, **options: Any
     ) -> Ticket:
         """Decode attention, some time; `out` is NaN until then."""
         out.fill_(float("nan"))
@@ -126,6 +126,10 @@ class DelayingWorkers:
         if len(pairs):
             dst[np.asarray(pairs)[:, 1].tolist()] = float("nan")
         return self._submit(lambda: self._inner.submit_copy(src, dst, pairs, max_gbps))
+
+    def submit_first_touch(self, buffer: torch.Tensor) -> Ticket:
+        """Placement, some time."""
+        return self._submit(lambda: self._inner.submit_first_touch(buffer))
 
     def close(self) -> None:
         """Drop what is outstanding: nobody has waited for it."""

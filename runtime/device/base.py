@@ -11,7 +11,7 @@ import torch
 
 from neo_compile._host_checks import IntArray
 from neo_compile.errors import ConfigError
-from neo_compile.host_attention import DecodePlan, LayerCache
+from neo_compile.host_attention import AttentionPlan, LayerCache
 
 DEVICE_KINDS = ("auto", "emulated", "adversarial")
 
@@ -87,7 +87,7 @@ class Workers(Protocol):
 
     def submit_layer(
         self,
-        plan: DecodePlan,
+        plan: AttentionPlan,
         layer: LayerCache,
         q: torch.Tensor,
         out: torch.Tensor,
@@ -106,6 +106,10 @@ class Workers(Protocol):
         self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray, max_gbps: float | None = None
     ) -> Ticket:
         """Start block copies dst[pairs[i, 1]] = src[pairs[i, 0]]."""
+        ...
+
+    def submit_first_touch(self, buffer: torch.Tensor) -> Ticket:
+        """Start touching a fresh buffer, so that its memory lies near these threads."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Random paged decode problems in which everything that must not be read is NaN or an absurd block id."""
+"""Random paged attention problems in which everything that must not be read is NaN or an absurd block id."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neo_compile.host_attention import Ticket, WorkerPool, plan_decode
-from neo_compile.reference import paged_decode_reference
+from neo_compile.host_attention import AttentionPlan, Ticket, WorkerPool, plan_decode, plan_varlen
+from neo_compile.reference import paged_decode_reference, paged_varlen_reference
 
 FORBIDDEN_BLOCK = 2**30
 # fp32 accumulation, about a thousand terms of order one; the output dtype's rounding comes on top.
@@ -62,15 +62,23 @@ class DecodeCase:
         free = torch.randperm(num_blocks, generator=rng).int()
         for b, count in enumerate(needed):
             self.block_tables[b, :count], free = free[:count], free[count:]
-            first = max(0, self.context_lens[b] - self.window) if self.window else 0
-            tokens = torch.arange(first, self.context_lens[b])
+            tokens = torch.arange(self.first_visible(b), self.context_lens[b])
             blocks, rows = self.block_tables[b, tokens // self.block_size].long(), tokens % self.block_size
             for cache in (self.k_cache, self.v_cache):
                 values = torch.randn(len(tokens), self.num_kv_heads, cache.shape[3], generator=rng)
                 cache[blocks, :, rows] = values.to(self.kv_dtype)
-        self.q = torch.randn(batch, self.num_q_heads, self.head_dim, generator=rng).to(self.q_dtype)
+        self.q = torch.randn(self.num_rows, self.num_q_heads, self.head_dim, generator=rng).to(self.q_dtype)
         if self.has_sinks:
             self.sinks = torch.randn(self.num_q_heads, generator=rng)
+
+    @property
+    def num_rows(self) -> int:
+        """Query tokens of all requests."""
+        return len(self.context_lens)
+
+    def first_visible(self, request: int) -> int:
+        """The first position that a query token of the request sees."""
+        return max(0, self.context_lens[request] - self.window) if self.window else 0
 
     @property
     def scale(self) -> float:
@@ -80,10 +88,15 @@ class DecodeCase:
     def options(self) -> dict[str, Any]:
         return {"window": self.window, "softcap": self.softcap, "sinks": self.sinks}
 
-    def plan(self, num_threads: int = 3) -> Any:
-        plan = plan_decode(
-            self.block_tables,
-            torch.tensor(self.context_lens, dtype=torch.int32),
+    @property
+    def lens(self) -> Tensor:
+        return torch.tensor(self.context_lens, dtype=torch.int32)
+
+    def make_plan(self, **sizes: Any) -> AttentionPlan:
+        return plan_decode(self.block_tables, self.lens, **sizes)
+
+    def plan(self, num_threads: int = 3) -> AttentionPlan:
+        plan = self.make_plan(
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -97,7 +110,7 @@ class DecodeCase:
         return plan
 
     def new_out(self) -> Tensor:
-        shape = (len(self.context_lens), self.num_q_heads, self.v_head_dim or self.head_dim)
+        shape = (self.num_rows, self.num_q_heads, self.v_head_dim or self.head_dim)
         return torch.full(shape, float("nan"), dtype=self.out_dtype)
 
     def submit(self, pool: WorkerPool, out: Tensor, num_threads: int = 3, **more: Any) -> Ticket:
@@ -110,9 +123,8 @@ class DecodeCase:
         return out
 
     def reference(self) -> Tensor:
-        return paged_decode_reference(
-            self.q, self.k_cache, self.v_cache, self.block_tables, self.context_lens, self.scale, **self.options
-        )
+        caches = self.q, self.k_cache, self.v_cache
+        return paged_decode_reference(*caches, self.block_tables, self.context_lens, self.scale, **self.options)
 
     @property
     def largest_v(self) -> float:
@@ -124,3 +136,39 @@ class DecodeCase:
         may_round = self.q_dtype == self.kv_dtype == torch.bfloat16
         absolute = limit + (BF16_WEIGHTS * self.largest_v if may_round else 0.0)
         torch.testing.assert_close(out.double(), self.reference(), atol=absolute, rtol=limit)
+
+
+@dataclass
+class VarlenCase(DecodeCase):
+    """The same with several query tokens per request, the last query_lens[b] of its context."""
+
+    query_lens: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *self.query_lens], dtype=torch.int32).cumsum(0)
+
+    def first_visible(self, request: int) -> int:
+        length, queries = self.context_lens[request], self.query_lens[request]
+        if queries == 0:
+            return length
+        return max(0, length - queries + 1 - self.window) if self.window else 0
+
+    def make_plan(self, **sizes: Any) -> AttentionPlan:
+        return plan_varlen(self.block_tables, self.lens, self.cu_seqlens, **sizes)
+
+    def reference(self) -> Tensor:
+        return paged_varlen_reference(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.context_lens,
+            self.cu_seqlens,
+            self.scale,
+            **self.options,
+        )

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_compile.host_attention import DecodePlan, plan_decode
+from neo_compile.host_attention import AttentionPlan, plan_decode
 
 
-def make_plan(lens: list[int], block_size: int, num_threads: int, min_share_bytes: int = 1) -> DecodePlan:
+def make_plan(lens: list[int], block_size: int, num_threads: int, min_share_bytes: int = 1) -> AttentionPlan:
     width = max([1, *(-(-n // block_size) for n in lens)])
     return plan_decode(
         torch.zeros(len(lens), width, dtype=torch.int32),

@@ -309,6 +309,17 @@ def test_an_empty_batch_is_done_at_once_but_in_its_turn(any_pool: WorkerPool) ->
     assert copy.done()
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 2**21, 5 * 2**21 + 4097])
+def test_first_touch_reaches_every_page_once(num_workers: int, num_bytes: int) -> None:
+    buffer = torch.ones(num_bytes + 64, dtype=torch.uint8)
+    with WorkerPool(num_workers) as pool:
+        pool.submit_first_touch(buffer[:num_bytes]).wait()
+    expected = torch.ones_like(buffer)
+    expected[:num_bytes:4096] = 0
+    assert torch.equal(buffer, expected)
+
+
 def test_a_plan_belongs_to_one_pool(any_pool: WorkerPool) -> None:
     case = DecodeCase([20])
     plan, layer, out = case.plan(), LayerCache(case.k_cache, case.v_cache), case.new_out()

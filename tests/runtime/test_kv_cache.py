@@ -8,6 +8,7 @@ import torch
 from neo_compile.attention import AttentionSite
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import WorkerPool
+from neo_compile.runtime import kv_cache
 from neo_compile.runtime.kv_cache import CacheConfig, KVCache, Slots, bytes_per_block, parse_bytes
 from neo_compile.runtime.plan import Swap
 from neo_compile.runtime.request import Request, Tier
@@ -46,6 +47,17 @@ def test_views_interleave_k_and_v_of_a_block():
     assert cache.k(1).data_ptr() == cache.pools[1].data_ptr()
     assert cache.v(1).data_ptr() == cache.pools[1].data_ptr() + 4 * 12 * 4
     assert cache.num_bytes == 6 * bytes_per_block([make_site(0), make_site(1, 12, 8)], 4, torch.float32)
+
+
+@pytest.mark.parametrize(("nodes", "is_placed"), [({0: [0, 1]}, False), ({}, False), ({0: [0], 1: [1]}, True)])
+def test_pages_are_placed_where_there_are_several_memory_nodes(monkeypatch, nodes, is_placed):
+    monkeypatch.setattr(kv_cache, "numa_nodes", lambda: nodes)
+    cache, touched = make_cache(), []
+    with WorkerPool(1) as pool:
+        submit = pool.submit_first_touch
+        monkeypatch.setattr(pool, "submit_first_touch", lambda x: touched.append(x) or submit(x))
+        assert cache.place(pool) is is_placed
+    assert [x.data_ptr() for x in touched] == [x.data_ptr() for x in cache.pools if is_placed]
 
 
 @pytest.mark.parametrize(("start", "num_tokens"), [(0, 1), (0, 4), (0, 9), (3, 2), (4, 4), (5, 7), (11, 1)])
