@@ -24,14 +24,14 @@ PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check -c const
 export PATH := $(abspath $(VENV)/bin):$(PATH)
 
 SOURCES := $(shell find csrc -type f)
-CLANG_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+CLANG_SOURCES := $(wildcard csrc/*.cpp csrc/*.h tests/native/*.cpp)
 PYTHON_SOURCES := neo_compile runtime tests examples
 
 # Empty files that say when a step was last done, so that a second `make` is instant.
 STAMPS := $(VENV)/.stamps
 ISPC_STAMP := $(STAMPS)/ispc$(if $(filter 1,$(NEO_REQUIRE_ISPC)),-required)
 
-.PHONY: help venv ispc build model demo test test-all test-python lint types bench format clean
+.PHONY: help venv ispc build model demo test test-all test-neon test-python sanitize lint types bench format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,14 @@ test-python: build model
 
 test-all: lint types build model  ## As `test`, and the slow tests
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+test-neon: ispc  ## The NEON kernels in an emulator, with a cross compiler and qemu from Debian
+	@scripts/get_aarch64.sh
+	@ISPC="$$(cat $(ISPC_STAMP))" scripts/check_neon.sh
+
+sanitize: build  ## The native tests under AddressSanitizer, UBSan and ThreadSanitizer
+	@PYTHON=$(PY) scripts/sanitize.sh address $(PYTEST_ARGS)
+	@PYTHON=$(PY) scripts/sanitize.sh thread $(PYTEST_ARGS)
 
 bench: build model  ## The benchmark matrix of tests/benchmarks
 	@$(PY) -m pytest tests/benchmarks --benchmark-only -o python_files='bench_*.py' $(PYTEST_ARGS)

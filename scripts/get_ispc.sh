@@ -4,12 +4,12 @@
 #
 #   scripts/get_ispc.sh [PREFIX]        prints the path of the compiler on its last line
 #
-# Debian 13 packages ISPC and Debian 12 does not, so the package and all that it needs, its libc included, are downloaded from
-# the mirror that this machine's own apt sources name, checked by the installed Debian keyring, unpacked beside each other, and
-# started through that libc's own loader. apt works in directories of its own; its lists, cache and hooks are not touched.
+# Debian 13 packages ISPC and Debian 12 does not, so the package and all that it needs, its libc included, are unpacked beside
+# each other (debian_packages.sh) and started through that libc's own loader.
 set -euo pipefail
 
 suite=trixie
+. "$(dirname "${BASH_SOURCE[0]}")/debian_packages.sh"
 repo_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prefix=${1:-$repo_root/.ispc}
 
@@ -25,33 +25,6 @@ refuse() {
   exit 1
 }
 
-# The mirror of this machine's own release, from deb822 (.sources) and one-line (.list) files; security suites are no use here.
-find_mirror() {
-  local codename=$1 file
-  for file in /etc/apt/sources.list.d/*.sources; do
-    [ -r "$file" ] || continue
-    awk -v want="$codename" '
-      function flush(   i, n, s) {
-        n = split(suites, s, " ")
-        if (types ~ /(^| )deb( |$)/ && !off) for (i = 1; i <= n; i++) if (s[i] == want || s[i] == "stable") print first_uri
-        types = suites = first_uri = ""; off = 0
-      }
-      /^[ \t]*$/ { flush(); next }
-      /^#/ { next }
-      { key = tolower($1) }
-      key == "types:" { $1 = ""; types = $0 }
-      key == "suites:" { $1 = ""; suites = $0 }
-      key == "uris:" { first_uri = $2 }
-      key == "enabled:" { off = (tolower($2) == "no") }
-      END { flush() }' "$file"
-  done
-  for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
-    [ -r "$file" ] || continue
-    sed -n 's/^[[:space:]]*deb[[:space:]]\{1,\}\(\[[^]]*\][[:space:]]*\)\{0,1\}//p' "$file" |
-      awk -v want="$codename" '$2 == want || $2 == "stable" { print $1 }'
-  done
-}
-
 if found=$(command -v ispc) && works "$found"; then
   say "using the ispc on PATH: $("$found" --version | head -n 1)"
   echo "$found"
@@ -63,14 +36,7 @@ if works "$prefix/bin/ispc"; then
   exit 0
 fi
 
-[ -r /etc/os-release ] || refuse "this is not Debian (no /etc/os-release)."
-. /etc/os-release
-[ "${ID:-}" = debian ] || refuse "this is not Debian but ${PRETTY_NAME:-${ID:-an unknown system}}."
-for tool in apt-get apt-config dpkg-deb; do command -v "$tool" >/dev/null || refuse "$tool is missing."; done
-keyring=/usr/share/keyrings/debian-archive-keyring.gpg
-[ -r "$keyring" ] || refuse "$keyring is missing (package debian-archive-keyring)."
-mirror=$(find_mirror "${VERSION_CODENAME:-none}" | head -n 1 || true)
-[ -n "$mirror" ] || refuse "the apt sources of this machine name no mirror for ${VERSION_CODENAME:-this release}."
+check_is_debian
 
 mkdir -p "$(dirname "$prefix")"
 prefix=$(cd "$(dirname "$prefix")" && pwd)/$(basename "$prefix")
@@ -78,37 +44,9 @@ prefix=$(cd "$(dirname "$prefix")" && pwd)/$(basename "$prefix")
 work=$(mktemp -d "$prefix.partial.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' INT TERM
-mkdir -p "$work"/apt/{lists/partial,archives/partial,etc} "$work/tree/bin"
-: >"$work/apt/status"  # an empty dpkg status: apt resolves the closure down to libc
-echo "deb [signed-by=$keyring] $mirror $suite main" >"$work/apt/etc/sources.list"
-{
-  apt-config dump | grep '^Acquire::' || true  # proxies, retries, certificates; but none of the hooks
-  cat <<CONF
-Dir::Etc::Main "/dev/null";
-Dir::Etc::Parts "$work/apt/etc/none";
-Dir::Etc::SourceList "$work/apt/etc/sources.list";
-Dir::Etc::SourceParts "$work/apt/etc/none";
-Dir::Etc::Preferences "/dev/null";
-Dir::Etc::PreferencesParts "$work/apt/etc/none";
-Dir::State "$work/apt";
-Dir::State::status "$work/apt/status";
-Dir::State::lists "$work/apt/lists";
-Dir::Cache "$work/apt";
-Dir::Cache::archives "$work/apt/archives";
-Dir::Log "$work/apt";
-APT::Sandbox::User "$(id -un)";
-APT::Install-Recommends "false";
-Acquire::Languages "none";
-Acquire::Retries "3";
-Debug::NoLocking "true";
-CONF
-} >"$work/apt.conf"
-export APT_CONFIG=$work/apt.conf
-
+mkdir -p "$work/tree/bin"
 say "fetching ISPC and what it needs from $suite ..."
-apt-get -q=2 update >"$work/log" 2>&1 || { cat "$work/log" >&2; die "apt-get update failed for suite $suite."; }
-apt-get -q=2 --yes --download-only install ispc >"$work/log" 2>&1 ||
-  { cat "$work/log" >&2; die "could not download the package ispc from suite $suite."; }
+fetch_packages "$work" "$suite" ispc
 for deb in "$work"/apt/archives/*.deb; do dpkg-deb -x "$deb" "$work/tree/root"; done
 
 root=$work/tree/root

@@ -25,7 +25,20 @@ def _make(*arguments: str) -> str:
 
 def test_help_lists_the_commands_of_the_readme() -> None:
     listed = set(re.findall(r"make ([a-z-]+)", _make()))
-    assert {"demo", "test", "venv", "ispc", "lint", "format", "bench", "test-all", "clean", "help"} <= listed
+    assert {
+        "demo",
+        "test",
+        "venv",
+        "ispc",
+        "lint",
+        "format",
+        "bench",
+        "test-all",
+        "clean",
+        "help",
+        "sanitize",
+        "test-neon",
+    } <= listed
     used = set(re.findall(r"(?:`|    )make ([a-z-]+)", (REPOSITORY / "README.md").read_text()))
     assert {"demo", "test"} <= used <= listed
 
