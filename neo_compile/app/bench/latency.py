@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
                 runner.measure(name, rate)
                 save(highest)
         status.clear()
-    print_setting(args, lengths, num_left_out)
+    print_setting(args, lengths[: max(row["completed"] for row in runner.rows)], num_left_out)
     print(
         f"Arrivals for {args.duration:g} s. Alone, a request of {systems[0].name} takes {unloaded:.4f} s per token.\n"
     )
