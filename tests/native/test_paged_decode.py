@@ -100,6 +100,47 @@ def test_many_requests_of_all_lengths(pool: WorkerPool, seed: int) -> None:
         case.check(case.run(pool, num_threads))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_requests", [1, 37, 512])
+def test_mixed_lengths_up_to_32k(pool: WorkerPool, seed: int, num_requests: int) -> None:
+    """Lengths spread evenly on a logarithmic scale, the longest always there; one KV head keeps the memory modest."""
+    rng = torch.Generator().manual_seed(seed)
+    exponents = torch.rand(num_requests, generator=rng) * torch.log2(torch.tensor(32768.0))
+    lengths = [32768, *(2**exponents).int().tolist()[1:]]
+    case = DecodeCase(lengths, num_q_heads=2, num_kv_heads=1, head_dim=16, kv_dtype=torch.float16, seed=seed)
+    for num_threads in (2, 5):
+        case.check(case.run(pool, num_threads))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_strides(pool: WorkerPool, data: st.DataObject) -> None:
+    """Every outer dimension of every tensor in any order in memory, with gaps, and heads that are not 0 modulo 8."""
+
+    def restrided(x: torch.Tensor, label: str) -> torch.Tensor:
+        order = data.draw(st.permutations(range(x.dim() - 1)), label=f"{label} order")
+        gaps = data.draw(st.lists(st.integers(0, 3), min_size=x.dim(), max_size=x.dim()), label=f"{label} gaps")
+        shape = [x.shape[d] + gap for d, gap in zip((*order, x.dim() - 1), gaps, strict=True)]
+        wide = torch.full(shape, float("nan"), dtype=x.dtype)
+        view = wide.permute(*(order.index(d) for d in range(x.dim() - 1)), x.dim() - 1)
+        view = view[tuple(slice(0, size) for size in x.shape)]
+        return view.copy_(x)
+
+    case = DecodeCase(
+        data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=4), label="context_lens"),
+        num_q_heads=6,
+        head_dim=data.draw(st.integers(1, 40), label="head_dim"),
+        v_head_dim=data.draw(st.integers(1, 40), label="v_head_dim"),
+        block_size=data.draw(st.sampled_from([1, 5, 16]), label="block_size"),
+        kv_dtype=data.draw(st.sampled_from(DTYPES), label="kv_dtype"),
+        seed=data.draw(st.integers(0, 2**32 - 1), label="seed"),
+    )
+    case.q, out = restrided(case.q, "q"), restrided(case.new_out(), "out")
+    case.k_cache, case.v_cache = restrided(case.k_cache, "k_cache"), restrided(case.v_cache, "v_cache")
+    case.submit(pool, out).wait()
+    case.check(out)
+
+
 def test_empty_batch(pool: WorkerPool) -> None:
     case = DecodeCase([])
     assert case.run(pool).shape == (0, 8, 64)
