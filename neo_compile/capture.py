@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from neo_compile.hf_attention import (
 from neo_compile.hf_checks import LogitsCall, check_model, complete_records
 from neo_compile.passes.compile_stages import compile_in_background, compile_stages, share_stages
 from neo_compile.passes.pack_linears import num_packed, pack_linears
+from neo_compile.passes.per_token import mixing_operator
 from neo_compile.passes.runner import GraphPass, run_passes
 from neo_compile.passes.split_stages import SplitGraph, build_program, find_sites, flatten_batch, split_stages
 from neo_compile.passes.verify import mutated_inputs, verify
@@ -236,13 +237,13 @@ def _stage(
         raise ConfigError("packed_linear=True, but oneDNN can pack no linear of this model; use 'auto' or False")
     split = split_traced(traced)
     keys = share_stages(split)
-    _refuse_mutation(split, keys)
-    artifacts = compile_stages(split, keys, stages=stages, num_threads=num_threads)
     bound = {
         register: value
         for register, name, value in zip(split.inputs, traced.named_inputs, traced.example_inputs, strict=True)
         if name is None and register is not None
     }
+    _check_stages(split, keys, bound)
+    artifacts = compile_stages(split, keys, stages=stages, num_threads=num_threads)
     program = build_program(split, artifacts, bound)
     return StagedModel(program, stage_keys=keys, named_inputs=traced.named_inputs), split
 
@@ -259,15 +260,22 @@ def split_traced(traced: TracedModel) -> SplitGraph:
     return split_stages(traced.gm)
 
 
-def _refuse_mutation(split: SplitGraph, keys: Sequence[int | None]) -> None:
-    """Two sub-batches run the same stages: what one writes in place, the other would see."""
+def _check_stages(split: SplitGraph, keys: Sequence[int | None], bound: Mapping[int, Any]) -> None:
+    """Two sub-batches of tokens run the same stages: neither may see what the other does."""
+    values = {**split.constants, **bound}
+    for call in split.derived:
+        values[call.output] = call.function([values[register] for register in call.inputs])
     seen: set[int | None] = {None}
     for index, (stage, key) in enumerate(zip(split.stages, keys, strict=True)):
-        if key not in seen:
-            seen.add(key)
-            mutated = mutated_inputs(stage.graph_module, stage.example_inputs())
-            if mutated:
-                raise UnsupportedModelError(f"linear stage {index} changes {len(mutated)} of its inputs in place")
+        if key in seen:
+            continue
+        seen.add(key)
+        mutated = mutated_inputs(stage.graph_module, stage.example_inputs())
+        if mutated:
+            raise UnsupportedModelError(f"linear stage {index} changes {len(mutated)} of its inputs in place")
+        mixing = mixing_operator(stage, values)
+        if mixing:
+            raise UnsupportedModelError(f"linear stage {index} mixes tokens outside attention: {mixing}")
 
 
 def _probe(model: torch.nn.Module, call: LogitsCall, staged: StagedModel) -> None:
