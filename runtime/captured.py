@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,21 +11,34 @@ from neo_compile.capture import capture
 from neo_compile.config import StageKind
 from neo_compile.staged import StagedModel
 
-_Key = tuple[StageKind, int, tuple[tuple[int, torch.dtype], ...]]
+_Key = tuple[StageKind, int, tuple[Any, ...]]
 _captured: WeakKeyDictionary[torch.nn.Module, dict[_Key, StagedModel]] = WeakKeyDictionary()
 
 
 def captured_model(model: torch.nn.Module, stages: StageKind, num_threads: int) -> StagedModel:
     """The staged form of `model`, captured now or by an earlier engine.
 
-    A staged model reads the parameters by reference, so new values are seen; new parameter objects (adapters) or
-    another dtype (`model.to` keeps the objects) are a new capture.
+    A staged model reads parameters and buffers by reference, so new values are seen; whatever changes
+    `contents_key` is a new capture, and the old ones are let go.
 
     Raises:
         UnsupportedModelError: the model cannot be served exactly, with the reason.
     """
     captures = _captured.setdefault(model, {})
-    key = (stages, num_threads, tuple((id(parameter), parameter.dtype) for parameter in model.parameters()))
+    contents = contents_key(model)
+    key = (stages, num_threads, contents)
     if key not in captures:
+        for old in [old for old in captures if old[-1] != contents]:
+            del captures[old]  # it would keep replaced weights alive
         captures[key] = capture(model, stages=stages, num_threads=num_threads)
     return captures[key]
+
+
+def contents_key(model: torch.nn.Module) -> tuple[Any, ...]:
+    """Changes when a captured `model` no longer is this one: other parameters, buffers or modules, dtypes or shapes.
+
+    `model.to` keeps parameter objects and replaces buffers; a resized embedding may keep its object too.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    modules = tuple((id(module), type(module)) for module in model.modules())
+    return modules, tuple((id(tensor), tensor.dtype, tensor.shape) for tensor in tensors)

@@ -23,11 +23,12 @@ from transformers.cache_utils import DynamicCache
 
 from neo_compile.config import GENERATE_POLICIES, STAGE_KINDS, StageKind, check_choice
 from neo_compile.errors import ConfigError, UnsupportedModelError
+from neo_compile.runtime.captured import contents_key
 from neo_compile.runtime.cost_model import CostModel
 from neo_compile.runtime.device import DeviceConfig
 from neo_compile.runtime.generate.calls import CallReader, CannotServeError
 from neo_compile.runtime.generate.counters import GenerateStats
-from neo_compile.runtime.generate.forward import OutputForm, parameters_key, serve_forward
+from neo_compile.runtime.generate.forward import OutputForm, serve_forward
 from neo_compile.runtime.generate.rows import TIERS, PagedRows
 from neo_compile.runtime.generate.serving import Serving, ServingOptions
 from neo_compile.runtime.generate.views import paged_cache_of
@@ -85,6 +86,8 @@ def disable(model: torch.nn.Module) -> None:
     enabled = model.__dict__.get("forward")
     if isinstance(enabled, EnabledModel):
         del model.__dict__["forward"]
+        if enabled.patched is not None:
+            model.forward = enabled.patched
         enabled.close()
 
 
@@ -145,12 +148,16 @@ class EnabledModel:
         model: the model whose parameters are served.
         options: see `enable`.
         original: what runs a forward that is not served; None is the forward that the model has now.
+
+    Attributes:
+        patched: the forward that somebody else has put on the instance, which `disable` puts back; else None.
     """
 
     def __init__(
         self, model: PreTrainedModel, options: ServingOptions, original: Callable[..., Any] | None = None
     ) -> None:
         self._model = model
+        self.patched = _patched_forward(model)
         self._original = original or model.forward
         self._options = options
         self._stats = GenerateStats()
@@ -224,7 +231,10 @@ class EnabledModel:
         return None if copied is None else types.MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("an enabled model cannot be pickled: call neo_compile.disable(model) first")
+        """None, where it is only kept for `custom_generate`."""
+        if self._model.__dict__.get("forward") is self:
+            raise TypeError("an enabled model cannot be pickled: call neo_compile.disable(model) first")
+        return type(None), ()
 
     def _serving_now(self, is_first: bool) -> tuple[Serving, OutputForm]:
         """The captured model, captured anew where the parameters have changed.
@@ -236,23 +246,27 @@ class EnabledModel:
             raise CannotServeError("gradients are needed (call it under torch.no_grad())")
         if self._model.training:
             raise CannotServeError("the model is in training mode (call model.eval())")
+        if torch.is_autocast_enabled("cpu"):
+            raise CannotServeError("autocast (load the model in that dtype instead)")
         self._bury()
         if is_first:
             if _has_hooks(self._model):
                 raise CannotServeError("modules have forward hooks")
-            if self._key != parameters_key(self._model) and self._unsupported != "the model was disabled":
+            if self._key != contents_key(self._model) and self._unsupported != "the model was disabled":
                 self._capture()
         if self._serving is None or self._form is None:
             raise CannotServeError(self._unsupported or "the model was disabled")
         return self._serving, self._form
 
     def _capture(self) -> None:
-        self._key, self._unsupported = parameters_key(self._model), None
+        self._key, self._unsupported = contents_key(self._model), None
         if self._serving is not None:
             self._serving.device.close()
             self._serving = None
         replaced = {name: self._model.__dict__.pop(name) for name in ("forward",) if name in self._model.__dict__}
         try:
+            if self.patched is not None:
+                raise UnsupportedModelError("its forward was replaced on the instance")
             self._form = OutputForm.of(self._model)
             serving = Serving(self._model, self._options, self._stats, self._lock)
             self._form.check(serving.staged.sites)
@@ -286,6 +300,13 @@ class EnabledModel:
                 paged = paged_cache_of(value)
                 if paged is not None:
                     paged.densify()
+
+
+def _patched_forward(model: torch.nn.Module) -> Callable[..., Any] | None:
+    """What stands in for the class's forward on this instance, if it is not ours."""
+    forward: Callable[..., Any] | None = model.__dict__.get("forward")
+    is_own = isinstance(forward, EnabledModel) or getattr(forward, "__func__", None) is type(model).forward
+    return None if is_own else forward
 
 
 def _has_hooks(model: torch.nn.Module) -> bool:

@@ -45,19 +45,18 @@ class OutputForm:
         """
         text_config = model.config.get_text_config(decoder=True)
         tokens = torch.zeros((1, 2), dtype=torch.int64, device=next(model.parameters()).device)
-        was_training, own_compilation = model.training, model._compiled_call_impl
+        was_training = model.training
         model.eval()
-        model._compiled_call_impl = None
         try:
             with torch.no_grad():
-                outputs = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=True)
+                # Not `model(...)`, which may be compiled, or have hooks that count its calls.
+                outputs = model.forward(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=True)
         except Exception as error:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error})"
             ) from error
         finally:
             model.train(was_training)
-            model._compiled_call_impl = own_compilation
         fields = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
         cache_name = next((name for name in CACHE_NAMES if name in fields), None)
         others = [name for name, value in fields.items() if value is not None and name not in ("logits", cache_name)]
@@ -89,11 +88,6 @@ class OutputForm:
     def outputs(self, logits: torch.Tensor, cache: DynamicCache | None) -> Any:
         """The model's output."""
         return self.output_class(**{"logits": logits, self.cache_name: cache})
-
-
-def parameters_key(model: torch.nn.Module) -> tuple[Any, ...]:
-    """Changes when the captured model no longer is this one: other parameter objects, another dtype."""
-    return tuple((id(parameter), parameter.dtype) for parameter in model.parameters())
 
 
 def serve_forward(serving: Serving, form: OutputForm, call: ForwardCall, graveyard: deque[PagedRows]) -> Any:

@@ -86,7 +86,8 @@ class Serving:
         self.has_host = has_host and Tier.HOST in self.policy.prefill_tiers
         self.device = open_device(options.device, has_host_cache=self.has_host)
         try:
-            with self.device.launching(), torch.no_grad():
+            # What is made here outlives an `inference_mode` of the caller.
+            with self.device.launching(), torch.inference_mode(False), torch.no_grad():
                 self.staged = captured_model(model, options.stages, self.device.device_threads)
                 dtype = cache.dtype or info.dtype
                 sizes = tier_sizes(cache, SchedulerConfig(), self.staged.sites, dtype, info.max_model_len)
@@ -235,7 +236,7 @@ class Serving:
         logits, _ = self.executor.run_batches([assemble(chunks, {}, self.executor.layout)], copies)
         self.stats.num_prefills += 1
         if shown.all():
-            return logits.view(num_rows, num_wanted, -1)
+            return logits.view(num_rows, num_wanted, logits.shape[-1])
         padded = logits.new_zeros((num_rows, num_wanted, logits.shape[-1]))
         padded[torch.from_numpy(shown)] = logits
         return padded

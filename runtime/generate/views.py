@@ -4,7 +4,7 @@
 
 What `generate` does to a cache (reorder, repeat, select, crop) happens to the block tables, once for all layers.
 Whoever reads a view's `keys` gets a dense copy; whoever calls `update` (a forward that is not served) gets the whole
-cache back in its dense form first. When the cache object dies its blocks are free.
+cache back in its dense form first. When the last view dies its blocks are free.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class PagedCache:
         self.num_lost_columns = 0
         self._graveyard = graveyard
         self._owner: weakref.ref[DynamicCache] | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
+        # Views hold this object, also those that outlive their cache or lie in a shallow copy of it. The rows are not
+        # cleared here: a finalizer may run in any thread, in the middle of anything.
+        self._finalizer = weakref.finalize(self, graveyard.append, rows)
+        self._finalizer.atexit = False
 
     def attach(self, cache: DynamicCache) -> None:
-        """Put views into `cache`, whose death frees the rows."""
+        """Put views into `cache`."""
         self._owner = weakref.ref(cache)
-        # The rows are not cleared here: a finalizer may run in any thread, in the middle of anything.
-        self._finalizer = weakref.finalize(cache, self._graveyard.append, self.rows)
-        self._finalizer.atexit = False
         cache.layers[:] = [PagedLayer(self, index) for index in range(len(self.layers))]
 
     def densify(self) -> list[DynamicLayer]:
@@ -68,8 +68,7 @@ class PagedCache:
             owner = self._owner() if self._owner is not None else None
             if owner is not None:
                 owner.layers[:] = dense
-            if self._finalizer is not None:
-                self._finalizer.detach()
+            self._finalizer.detach()
             self.rows.clear()
             self.stats.num_densified += 1
             return dense
@@ -124,8 +123,6 @@ class PagedCache:
             copied = PagedCache(self.rows.fork(), self.memory, self.layers, self.stats, self._graveyard)
             copied.num_lost_columns = self.num_lost_columns
             copied._owner = weakref.ref(cache)
-            copied._finalizer = weakref.finalize(cache, self._graveyard.append, copied.rows)
-            copied._finalizer.atexit = False
             return copied
 
 
