@@ -11,16 +11,11 @@ import copy
 import functools
 import logging
 import threading
-import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
-from torch._dynamo.decorators import mark_unbacked
-from torch._dynamo.source import LocalSource, TensorPropertySource
 
 from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
 from neo_compile.errors import ConfigError, UnsupportedModelError
@@ -32,7 +27,9 @@ from neo_compile.hf_attention import (
     chosen_attention,
     installed_attention,
 )
-from neo_compile.hf_checks import LogitsCall, check_model, complete_records
+from neo_compile.hf_checks import LogitsCall, check_model, check_records
+from neo_compile.hf_masks import MaskRecorder
+from neo_compile.hf_stock import trace_stock
 from neo_compile.passes.compile_stages import compile_in_background, compile_stages, share_stages
 from neo_compile.passes.pack_linears import num_packed, pack_linears
 from neo_compile.passes.per_token import mixing_operator
@@ -41,7 +38,8 @@ from neo_compile.passes.split_stages import SplitGraph, build_program, find_site
 from neo_compile.passes.verify import mutated_inputs, verify
 from neo_compile.probe import check_against
 from neo_compile.saved_capture import forget_capture, is_enabled, load_capture, save_capture
-from neo_compile.staged import SizeInput, StagedModel
+from neo_compile.staged import StagedModel
+from neo_compile.tracing import TracedModel, name_inputs, trace_tokens
 from neo_compile.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
@@ -117,17 +115,6 @@ def _restore(model: torch.nn.Module, key: str) -> StagedModel | None:
     return staged
 
 
-@dataclass
-class TracedModel:
-    """A model's graph over tokens: one `neo::attention` per layer, inputs named."""
-
-    gm: fx.GraphModule
-    example_inputs: list[Any]
-    named_inputs: list[str | SizeInput | None]
-    records: list[SiteRecord]
-    call: LogitsCall
-
-
 def trace_model(model: torch.nn.Module) -> TracedModel:
     """The graph of `model` (in eval mode, without gradients), with all that is known to go wrong checked.
 
@@ -135,23 +122,13 @@ def trace_model(model: torch.nn.Module) -> TracedModel:
         UnsupportedModelError: `.reason` says why.
     """
     call = check_model(model)
-    records: list[SiteRecord] = []
     device = next(model.parameters()).device
-    tokens = torch.zeros(1, 3, dtype=torch.int64, device=device)
-    rows = torch.arange(3, device=device)
-    # Parts that are compiled by themselves run as they are written; Dynamo will trace into them.
-    with installed_attention(model, attention_for_recording(records)), torch.compiler.set_stance("force_eager"):
-        try:
-            call(tokens, rows[None], rows)
-        except UnsupportedModelError:
-            raise
-        except Exception as error:
-            name = type(model).__name__
-            reason = f"{name} does not run with another attention function ({type(error).__name__}: {error})"
-            raise UnsupportedModelError(reason) from error
-    records = complete_records(model, records)
+    records, masks = _record_attention(model, call, device)
+    if not records:
+        return trace_stock(model, call, masks.windows)
+    check_records(model, records)
     with installed_attention(model, attention_for_tracing):
-        gm, example_inputs = _trace(call, device)
+        gm, example_inputs = trace_tokens(call, device)
     sites = find_sites(gm.graph)
     if len(sites) != len(records):
         raise UnsupportedModelError(
@@ -161,71 +138,31 @@ def trace_model(model: torch.nn.Module) -> TracedModel:
         site.update_arg(5, index)
         site.update_arg(8, record.window)
     gm.recompile()
-    return TracedModel(gm, example_inputs, _name_inputs(model, gm, example_inputs), records, call)
+    return TracedModel(gm, example_inputs, name_inputs(model, gm, example_inputs), len(records), call)
 
 
-class _TracedError(Exception):
-    """Ends the traced call once the graph is there."""
-
-
-def _trace(call: LogitsCall, device: torch.device) -> tuple[fx.GraphModule, list[Any]]:
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.append((gm, list(example_inputs)))
-
-        def stop(*_: Any) -> Any:
-            raise _TracedError
-
-        return stop
-
-    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        torch._check(input_ids.shape[1] == position_ids.shape[1])  # type: ignore[no-untyped-call]
-        return call(input_ids, position_ids, logit_rows)
-
-    # A code object of its own: what Dynamo caches for it dies with it, and captures share no recompile limit.
-    function = types.FunctionType(
-        forward.__code__.replace(), forward.__globals__, forward.__name__, None, forward.__closure__
-    )
-    tokens = torch.zeros(1, 5, dtype=torch.int64, device=device)
-    positions = torch.arange(5, device=device)[None]
-    rows = torch.arange(2, device=device)
-    for tensor, dim in ((tokens, 1), (positions, 1), (rows, 0)):
-        mark_unbacked(tensor, dim)
-    compiled = torch.compile(function, backend=keep, fullgraph=True, dynamic=False)
-    try:
-        # Floats stay constants of the graph, also for the second model of a process.
-        with torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False):
-            compiled(tokens, positions, rows)
-    except _TracedError:
-        pass
-    except torch._dynamo.exc.TorchDynamoException as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UnsupportedModelError(f"torch.compile cannot capture the model in one graph: {reason}") from error
-    (graph,) = found
-    return graph
-
-
-def _name_inputs(
-    model: torch.nn.Module, gm: fx.GraphModule, example_inputs: Sequence[Any]
-) -> list[str | SizeInput | None]:
-    """For each placeholder: an input's name, a size of one, or None for a parameter or buffer of the model."""
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    names: list[str | SizeInput | None] = []
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    for node, example in zip(placeholders, example_inputs, strict=True):
-        source = getattr(node, "_dynamo_source", None)
-        if isinstance(source, TensorPropertySource) and isinstance(source.base, LocalSource):
-            names.append(SizeInput(source.base.local_name, int(source.idx or 0)))
-        elif isinstance(source, LocalSource):
-            names.append(source.local_name)
-        elif isinstance(example, torch.Tensor) and id(example) in known:
-            names.append(None)
-        else:
-            raise UnsupportedModelError(
-                f"the model's forward reads {node.name}, which is neither a parameter nor an input"
-            )
-    return names
+def _record_attention(
+    model: torch.nn.Module, call: LogitsCall, device: torch.device
+) -> tuple[list[SiteRecord], MaskRecorder]:
+    """What the model asks of attention when it runs on three tokens; nothing if its attention cannot be switched."""
+    records: list[SiteRecord] = []
+    masks = MaskRecorder()
+    tokens = torch.zeros(1, 3, dtype=torch.int64, device=device)
+    rows = torch.arange(3, device=device)
+    name = type(model).__name__
+    # Parts that are compiled by themselves run as they are written; Dynamo will trace into them.
+    with (
+        installed_attention(model, attention_for_recording(records, masks), masks),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        try:
+            call(tokens, rows[None], rows)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{name}: {error.reason}") from error
+        except Exception as error:
+            reason = f"{name} does not run with another attention function ({type(error).__name__}: {error})"
+            raise UnsupportedModelError(reason) from error
+    return records, masks
 
 
 def _stage(
@@ -254,7 +191,7 @@ def split_traced(traced: TracedModel) -> SplitGraph:
     Raises:
         UnsupportedModelError: the graph cannot be cut.
     """
-    reasons = verify(traced.gm.graph, num_sites=len(traced.records))
+    reasons = verify(traced.gm.graph, num_sites=traced.num_sites)
     if reasons:
         raise UnsupportedModelError(reasons[0])
     return split_stages(traced.gm)

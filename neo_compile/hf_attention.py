@@ -1,8 +1,8 @@
 """The attention functions that a Hugging Face model calls while it is captured.
 
 `AttentionInterface` hands over what a mask would otherwise encode: scale, window, softcap and sinks arrive as keywords.
-The model runs once eagerly with a recording function, which sees those keywords and the calling module, and is then
-traced with a function that leaves one `neo::attention` per layer.
+The model runs once eagerly with a recording function, which sees those keywords, the masks (see hf_masks) and the
+calling module, and is then traced with a function that leaves one `neo::attention` per layer, and without any mask.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from neo_compile.errors import UnsupportedModelError
+from neo_compile.hf_masks import MaskRecorder
 
 IMPLEMENTATION = "neo"
 
@@ -43,10 +44,7 @@ class SiteRecord:
     """What one call of the attention interface was given."""
 
     layer_index: int | None
-    scale: float
     window: int | None
-    softcap: float | None
-    has_window_keyword: bool
 
 
 def attention_for_tracing(
@@ -68,8 +66,11 @@ def attention_for_tracing(
     return out, None
 
 
-def attention_for_recording(records: list[SiteRecord]) -> Callable[..., tuple[torch.Tensor, None]]:
+def attention_for_recording(records: list[SiteRecord], masks: MaskRecorder) -> Callable[..., tuple[torch.Tensor, None]]:
     """An attention function that appends what it is given to `records`, and computes attention.
+
+    The window is that of the mask: not every model hands it over as a keyword, and without a mask (in transformers' own
+    implementations) the keyword alone has no effect.
 
     It raises UnsupportedModelError for anything that `neo::attention` has no argument for.
     """
@@ -88,8 +89,11 @@ def attention_for_recording(records: list[SiteRecord]) -> Callable[..., tuple[to
         **keywords: Any,
     ) -> tuple[torch.Tensor, None]:
         name = type(module).__name__
-        if attention_mask is not None:
+        is_known, window = masks.recall(attention_mask)
+        if not is_known:
             raise UnsupportedModelError(f"{name} hands its attention a mask that it builds itself")
+        if attention_mask is None and sliding_window is not None:
+            raise UnsupportedModelError(f"{name} has a window of {sliding_window} tokens and builds no mask for it")
         if keywords.get("is_causal", True) is False or getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(f"{name} is not causal")
         for keyword, argument in keywords.items():
@@ -97,37 +101,41 @@ def attention_for_recording(records: list[SiteRecord]) -> Callable[..., tuple[to
                 raise UnsupportedModelError(f"{name} gives its attention an unknown keyword {keyword!r}")
         if key.shape[2] != query.shape[2]:
             raise UnsupportedModelError(f"{name} attends to {key.shape[2]} keys with {query.shape[2]} tokens given")
-        records.append(
-            SiteRecord(
-                layer_index=getattr(module, "layer_idx", None),
-                scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                window=None if sliding_window is None else int(sliding_window),
-                softcap=None if softcap is None else float(softcap),
-                has_window_keyword=sliding_window is not None,
-            )
-        )
-        return attention_for_tracing(module, query, key, value, None, scaling, sliding_window, softcap, s_aux)
+        records.append(SiteRecord(layer_index=getattr(module, "layer_idx", None), window=window))
+        return attention_for_tracing(module, query, key, value, None, scaling, window, softcap, s_aux)
 
     return attention
 
 
 @contextmanager
 def installed_attention(
-    model: torch.nn.Module, function: Callable[..., tuple[torch.Tensor, None]]
+    model: torch.nn.Module, function: Callable[..., tuple[torch.Tensor, None]], masks: MaskRecorder | None = None
 ) -> Generator[None, None, None]:
-    """While active, `model` computes attention by `function` and builds no masks. Other models are not touched."""
-    from transformers import AttentionInterface
+    """While active, `model` computes attention by `function`, and builds its masks by `masks`, or none at all.
 
-    mapping = AttentionInterface._global_mapping
-    previous = mapping.get(IMPLEMENTATION)
-    mapping[IMPLEMENTATION] = function
+    Other models are not touched.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    with (
+        chosen_attention(model, IMPLEMENTATION),
+        _registered(AttentionInterface._global_mapping, function),
+        _registered(AttentionMaskInterface._global_mapping, masks),
+    ):
+        yield
+
+
+@contextmanager
+def _registered(mapping: dict[str, Any], function: Any) -> Generator[None, None, None]:
+    """While active, `mapping` has `function` under our name, or nothing if it is None."""
+    previous = mapping.pop(IMPLEMENTATION, None)
+    if function is not None:
+        mapping[IMPLEMENTATION] = function
     try:
-        with chosen_attention(model, IMPLEMENTATION):
-            yield
+        yield
     finally:
-        if previous is None:
-            del mapping[IMPLEMENTATION]
-        else:
+        mapping.pop(IMPLEMENTATION, None)
+        if previous is not None:
             mapping[IMPLEMENTATION] = previous
 
 

@@ -5,18 +5,28 @@ Each check names a way in which a model has been seen to go silently wrong.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from neo_compile.errors import UnsupportedModelError
 from neo_compile.hf_attention import SiteRecord
 
-# (input_ids [1, T], position_ids [1, T], logit_rows [R]) -> logits [1, R, V]
-LogitsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class LogitsCall(Protocol):
+    """Asks a model for logits."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [1, R, V] of input_ids and position_ids [1, T] at logit_rows [R]; causal if there is no mask."""
+
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their frequencies depend on the length of the sequence, not on the token's position alone.
@@ -39,9 +49,14 @@ def check_model(model: torch.nn.Module) -> LogitsCall:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder")
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    layer_types = getattr(config, "layer_types", None)
+    unknown = set(layer_types or ()) - _LAYER_TYPES
     if unknown:
         raise UnsupportedModelError(f"{name} has layers of type {', '.join(sorted(unknown))}")
+    if not layer_types and getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps recurrent state, not a KV cache")
+    if _adds_alibi(model, config):
+        raise UnsupportedModelError(f"{name} adds ALiBi biases to its attention scores")
     for module_name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
@@ -52,31 +67,31 @@ def check_model(model: torch.nn.Module) -> LogitsCall:
     return _logits_call(model)
 
 
-def complete_records(model: Any, records: Sequence[SiteRecord]) -> list[SiteRecord]:
-    """`records` with windows filled from the config where the model does not hand them over.
+def _adds_alibi(model: torch.nn.Module, config: Any) -> bool:
+    """Falcon's config says so, MPT's in a part of it, Bloom's not at all."""
+    is_configured = getattr(config, "alibi", getattr(getattr(config, "attn_config", None), "alibi", False))
+    return bool(is_configured) or any(hasattr(module, "build_alibi_tensor") for module in model.modules())
+
+
+def check_records(model: Any, records: Sequence[SiteRecord]) -> None:
+    """Whether every layer of `model` calls attention once, in order.
 
     Raises:
-        UnsupportedModelError: layers without attention, or in another order.
+        UnsupportedModelError: it does not.
     """
-    config = model.config.get_text_config(decoder=True)
-    num_layers = config.num_hidden_layers
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if len(records) != num_layers:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {num_layers} layers but {len(records)} attention sites: "
-            "the other layers keep state that is not a KV cache"
+        why = (
+            "some layers call it more than once"
+            if len(records) > num_layers
+            else "the other layers keep state that is not a KV cache"
         )
-    layer_types = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    completed = []
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {num_layers} layers but {len(records)} attention sites: {why}"
+        )
     for index, record in enumerate(records):
         if record.layer_index is not None and record.layer_index != index:
             raise UnsupportedModelError(f"attention site {index} belongs to layer {record.layer_index}")
-        if layer_types and not record.has_window_keyword and layer_types[index] == "sliding_attention":
-            if window is None:
-                raise UnsupportedModelError(f"layer {index} is a sliding-window layer without a window")
-            record = dataclasses.replace(record, window=int(window))
-        completed.append(record)
-    return completed
 
 
 def _logits_call(model: Any) -> LogitsCall:
@@ -89,12 +104,20 @@ def _logits_call(model: Any) -> LogitsCall:
     keeps_logits = "logits_to_keep" in parameters
     fixed: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters or takes_keywords else {}
 
-    def call(input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+    def call(
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        logit_rows: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        options = dict(fixed)
+        if attention_mask is not None:
+            options["attention_mask"] = attention_mask
         if keeps_logits:
-            outputs = model(input_ids=input_ids, position_ids=position_ids, logits_to_keep=logit_rows, **fixed)
+            outputs = model(input_ids=input_ids, position_ids=position_ids, logits_to_keep=logit_rows, **options)
             logits: torch.Tensor = outputs.logits
             return logits
-        logits = model(input_ids=input_ids, position_ids=position_ids, **fixed).logits
+        logits = model(input_ids=input_ids, position_ids=position_ids, **options).logits
         return logits[:, logit_rows]
 
     return call

@@ -9,8 +9,18 @@ import transformers
 from neo_compile.capture import capture
 from neo_compile.errors import ConfigError, UnsupportedModelError
 from neo_compile.probe import ContiguousAttention, ContiguousKV
+from neo_compile.runtime.captured import captured_model
 from neo_compile.staged import StagedModel
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, eager_logits, tiny_model
+from tests.helpers.models import (
+    FAMILIES,
+    MORE_FAMILIES,
+    REFUSED,
+    VOCAB_SIZE,
+    eager_logits,
+    family_model,
+    slow,
+    tiny_model,
+)
 
 
 def run_ragged(staged: StagedModel, prompts: list[list[int]], chunks: list[list[int]]) -> list[torch.Tensor]:
@@ -40,10 +50,10 @@ PROMPTS = [[5, 9, 2, 44, 60, 7, 7, 1, 30], [80, 3], [11, 12, 13, 14, 15]]
 CHUNKS = [[4, 1, 0], [1, 1, 3], [3, 0, 1], [1, 0, 1]]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *slow(MORE_FAMILIES)])
 def test_ragged_batches_equal_eager(family: str) -> None:
-    model = tiny_model(family)
-    staged = capture(model, stages="eager")
+    model = family_model(family)
+    staged = captured_model(model, "eager", 1)
     for logits, prompt in zip(run_ragged(staged, PROMPTS, CHUNKS), PROMPTS, strict=True):
         torch.testing.assert_close(logits, eager_logits(model, prompt), atol=2e-4, rtol=2e-4)
 
@@ -56,6 +66,7 @@ def test_capture_leaves_no_trace() -> None:
     assert model.training
     assert model.config._attn_implementation == "eager"
     assert "neo" not in transformers.AttentionInterface._global_mapping
+    assert "neo" not in transformers.AttentionMaskInterface._global_mapping
     assert torch.equal(eager_logits(model.eval(), PROMPTS[0]), before)
 
 
@@ -92,20 +103,11 @@ def test_dtype_converts_a_copy() -> None:
     assert model.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        ("Bloom", {"n_layer": 2, "n_head": 4}, "position_ids"),
-        ("Mamba", {}, "linear_attention"),
-        ("Falcon", {}, "another attention function"),
-        ("Bart", {"decoder_layers": 2, "encoder_layers": 2, "d_model": 64}, "position_ids"),
-        ("Phimoe", {"sliding_window": 6, "num_local_experts": 4}, "differs from the model's own forward"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-    ],
-)
-def test_unsupported_models_are_refused_by_name(family: str, overrides: dict[str, object], reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
-        capture(tiny_model(family, **overrides), stages="eager")
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_models_are_refused_by_name(name: str) -> None:
+    refused = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=refused.reason):
+        capture(tiny_model(refused.family, **refused.overrides), stages="eager")
 
 
 def test_not_a_hugging_face_model() -> None:

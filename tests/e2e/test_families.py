@@ -1,4 +1,4 @@
-"""Model families with different attention (windows, soft caps, sinks, fused and odd layouts) on two tiers."""
+"""Families with different attention (windows, soft caps, sinks, latent KV, fused and odd layouts) on two tiers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from random import Random
 import pytest
 
 from tests.helpers.engines import force_swaps, greedy, hf_greedy, make_engine, random_prompts, run_to_end
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, tiny_model
+from tests.helpers.models import FAMILIES, MORE_FAMILIES, VOCAB_SIZE, family_model, slow
 
-MAX_TOKENS = 12
+MAX_TOKENS = 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *slow(MORE_FAMILIES)])
 def test_tokens_with_swaps_equal_hugging_face(family):
-    model = tiny_model(family)
-    model.generation_config.eos_token_id = None
+    model = family_model(family)
     prompts = random_prompts([3, 7, 16, 21, 33], seed=1, low=3, high=VOCAB_SIZE)
     expected = [hf_greedy(model, prompt, MAX_TOKENS) for prompt in prompts]
     random, moved = Random(family), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,42 @@ def sdpa_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.T
     return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True) + mask.sum()
 
 
+def masked_twice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A causal mask and one of padding, finite and infinite, in both spellings."""
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    scores = torch.where(mask, q @ k.transpose(-2, -1) * 0.4, torch.finfo(q.dtype).min)
+    scores = scores.masked_fill(torch.arange(6) == 0, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def masked_and_biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    scores = q @ k.transpose(-2, -1) * 0.4 + mask
+    return scores.masked_fill(torch.arange(6) > 3, float("-inf")).softmax(-1) @ v
+
+
+def in_place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = q @ repeat_kv(k, 2).transpose(-2, -1)
+    scores /= 3.0
+    scores += mask
+    return F.softmax(scores, dim=-1) @ repeat_kv(v, 2)
+
+
+def unsqueezed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    k = k.unsqueeze(2).expand(2, 2, 2, 6, 8).flatten(1, 2)
+    v = v.unsqueeze(2).expand(-1, -1, 2, -1, -1).reshape(2, 4, 6, 8)
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = torch.matmul(q, repeat_kv(k, 2).transpose(2, 3)) * 0.3 + mask
+    sinks = torch.tensor([0.5, -1.0, 2.0, 3.0]).reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    scores = torch.cat([scores, sinks], dim=-1)
+    scores = scores - scores.max(dim=-1, keepdim=True).values
+    weights = F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1]
+    return torch.matmul(F.dropout(weights, 0.1, False), repeat_kv(v, 2))
+
+
 def find(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Findings:
     gm, _ = trace(function, *inputs)
     return find_attention(canonicalize(gm).graph)
@@ -77,8 +114,13 @@ def only_match(findings: Findings) -> AttentionMatch:
         (by_hand, MASK, 0.3, False, None),
         (nano_gpt, CAUSAL, 8**-0.5, False, None),
         (soft_capped, MASK, 0.5, False, 3.0),
+        (masked_twice, CAUSAL, 0.4, False, None),
+        (masked_and_biased, MASK, 0.4, False, None),
+        (in_place, MASK, 1 / 3, False, None),
+        (unsqueezed, MASK, 8**-0.5, False, None),
+        (with_sinks, MASK, 0.3, False, None),
     ],
-    ids=["sdpa-grouped", "sdpa-repeated", "sdpa-causal", "by-hand", "nano-gpt", "soft-capped"],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_found_and_replaced(
     function: Callable[..., torch.Tensor], mask: torch.Tensor, scale: float, is_causal: bool, softcap: float | None
@@ -104,8 +146,9 @@ def test_found_and_replaced(
         (lambda q, k, v: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), "dropout_p=0.5"),
         (lambda q, k, v: F.scaled_dot_product_attention(q[0], q[0], q[0]), "not \\[batch, heads"),
         (lambda q, k, v: (q @ q.transpose(2, 3)).masked_fill(q[..., :6] > 0, 7.0).softmax(-1) @ q, "filled with 7.0"),
+        (lambda q, k, v: (q @ q.transpose(2, 3)).softmax(-1)[..., :-1] @ q[:, :, 1:], "not that of sinks"),
     ],
-    ids=["dropout", "rank", "fill"],
+    ids=["dropout", "rank", "fill", "last column"],
 )
 def test_refused_by_name(function: Callable[..., torch.Tensor], reason: str) -> None:
     findings = find(function, Q, K, V)
@@ -127,6 +170,29 @@ def test_not_attention(function: Callable[..., torch.Tensor]) -> None:
     findings = find(function, Q, K, V)
     assert (findings.matches, findings.refusals) == ([], [])
     assert "no attention found" in findings.why_none()
+
+
+def test_what_is_changed_in_place_and_read_elsewhere_is_left_alone() -> None:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = q @ q.transpose(-2, -1)
+        divided = operator.itruediv(scores, 3.0)
+        return F.softmax(divided, dim=-1) @ q, scores
+
+    gm, _ = trace(function, Q, K, V)
+    assert not find_attention(canonicalize(gm).graph).matches
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_that_attend_to_nothing_stay_what_they_were(fill: float) -> None:
+    """A finite fill makes them uniform, as in models that pad on the left."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        allowed = torch.arange(6)[:, None] > 1
+        return (q @ q.transpose(-2, -1)).masked_fill(~allowed, fill).softmax(-1) @ q
+
+    gm, example_inputs = trace(function, Q, K, V)
+    replace_attention(gm, [only_match(find_attention(canonicalize(gm).graph))])
+    torch.testing.assert_close(gm(*example_inputs)[0], function(Q, K, V), atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_the_rewrite_made_dead_is_erased() -> None:
