@@ -5,6 +5,7 @@
 #   PIP_ARGS=...         more arguments for every `pip install` (another index, --find-links, ...)
 #   DEMO_ARGS=...        options of `neo demo`, for `make demo`
 #   PYTEST_ARGS=...      options of pytest, for `make test`, `test-all` and `bench`
+#   VENV_MATRIX=...      where `make test-matrix` puts its virtual environments (default: .venv-matrix)
 #   NEO_REQUIRE_ISPC=1   fail where ISPC cannot be had, instead of building the C++ kernels only
 
 SHELL := /bin/bash
@@ -31,7 +32,7 @@ PYTHON_SOURCES := neo_compile runtime tests examples
 STAMPS := $(VENV)/.stamps
 ISPC_STAMP := $(STAMPS)/ispc$(if $(filter 1,$(NEO_REQUIRE_ISPC)),-required)
 
-.PHONY: help venv ispc build model demo test test-all test-neon test-python sanitize lint types bench format clean
+.PHONY: help venv ispc build model demo test test-all test-matrix test-neon test-python sanitize lint types bench format clean
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +55,9 @@ test-neon: ispc  ## The NEON kernels in an emulator, with a cross compiler and q
 sanitize: build  ## The native tests under AddressSanitizer, UBSan and ThreadSanitizer
 	@PYTHON=$(PY) scripts/sanitize.sh address $(PYTEST_ARGS)
 	@PYTHON=$(PY) scripts/sanitize.sh thread $(PYTEST_ARGS)
+
+test-matrix: $(ISPC_STAMP)  ## The tests that depend on torch and transformers, under the oldest and newest versions (some GB)
+	@ISPC="$$(cat $(ISPC_STAMP))" PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" PYTEST_ARGS="$(PYTEST_ARGS)" scripts/test_matrix.sh
 
 bench: build model  ## The benchmark matrix of tests/benchmarks
 	@$(PY) -m pytest tests/benchmarks --benchmark-only -o python_files='bench_*.py' $(PYTEST_ARGS)
