@@ -37,7 +37,7 @@ def test_refused_model() -> None:
     report = explain(tiny_model("Bloom", n_layer=2, n_head=4))
     assert report.reason is not None
     assert report.num_sites == 0
-    assert "refused: BloomForCausalLM.forward takes no position_ids" in str(report)
+    assert "refused: BloomForCausalLM adds ALiBi biases" in str(report)
 
 
 def test_call_report() -> None:

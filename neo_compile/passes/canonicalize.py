@@ -4,6 +4,7 @@
     a @ b, a.matmul(b)                       ->  torch.matmul(a, b)
     x.masked_fill(m, v), x.transpose(i, j)   ->  torch.masked_fill(...), torch.transpose(...)
     sdpa(q, k, v, mask, 0.0, True)           ->  sdpa(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=True, ...)
+    f(x, input.item())                       ->  f(x, 1e-6)         numbers that Dynamo made inputs of (dynamic=True)
 
 In-place spellings are left alone: they change their argument.
 """
@@ -11,12 +12,13 @@ In-place spellings are left alone: they change their argument.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 _FUNCTION_OF_METHOD: dict[str, Any] = {
     "softmax": F.softmax,
@@ -44,13 +46,41 @@ _SDPA_KEYWORDS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scal
 
 def canonicalize(gm: fx.GraphModule, example_inputs: Sequence[Any] = ()) -> fx.GraphModule:
     """Rewrite the operators named above; everything else stays."""
-    is_changed = False
+    is_changed = _fix_numbers(gm.graph)
     for node in gm.graph.nodes:
         is_changed |= _canonicalize_target(node)
         is_changed |= _canonicalize_arguments(node)
     if is_changed:
         gm.recompile()
     return gm
+
+
+def _fix_numbers(graph: fx.Graph) -> bool:
+    """Put numbers in place of float inputs. Dynamo then guards on their values, so another one is another graph.
+
+    A scale must be known to a site, and stages take tensors and sizes.
+    """
+    is_changed = False
+    for node in list(graph.nodes):
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.SymFloat) or not _is_float_input(value):
+            continue
+        for user in [user for user in node.users if user.op != "output"]:
+            user.args, user.kwargs = fx.node.map_arg((user.args, user.kwargs), _putter(node, float(value)))
+            is_changed = True
+        if not node.users and node.op != "placeholder":
+            graph.erase_node(node)
+    return is_changed
+
+
+def _putter(node: fx.Node, number: float) -> Callable[[fx.Node], Any]:
+    return lambda arg: number if arg is node else arg
+
+
+def _is_float_input(value: torch.SymFloat) -> bool:
+    """Whether float inputs alone determine `value`: a function of sizes must stay one."""
+    symbols = value.node.expr.free_symbols
+    return value.node.has_hint() and all(symbol_is_type(symbol, SymT.FLOAT) for symbol in symbols)
 
 
 def _canonicalize_target(node: fx.Node) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from neo_compile.passes.canonicalize import canonicalize
 from tests.passes.graphs import targets, trace
@@ -53,6 +54,37 @@ def test_attention_arguments_become_keywords() -> None:
         "enable_gqa": False,
     }
     assert torch.equal(gm(q)[0], expected[0])
+
+
+def test_numbers_that_are_inputs_become_constants_under_a_guard() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            return a * self.scale / a.shape[1] ** 0.5
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[object]) -> Callable[..., object]:
+        before = gm.graph.find_nodes(op="call_method", target="item")
+        assert len(before) == 1, "Dynamo makes no input of the scale any more"
+        graphs.append(canonicalize(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    module = Scaled(3.0)
+    compiled = torch.compile(module, backend=backend, dynamic=True)
+    for scale, num_graphs in ((3.0, 1), (0.5, 2), (3.0, 2)):
+        module.scale = scale
+        for length in (4, 9):
+            a = torch.randn(2, length)
+            torch.testing.assert_close(compiled(a), module(a))
+        assert len(graphs) == num_graphs
+    for gm, scale in zip(graphs, (3.0, 0.5), strict=True):
+        assert not gm.graph.find_nodes(op="call_method", target="item")
+        assert scale in [arg for node in gm.graph.nodes for arg in node.args]
 
 
 def test_idempotent() -> None:
