@@ -97,11 +97,9 @@ def compile_outcome(name: str) -> str:
     num_sites = sum(len(function.sites) for function in returned if isinstance(function, StagedModel))
     if not num_sites:
         return f"left whole: {reasons[0]}"
-    where = (
-        "every layer a site"
-        if num_sites == model.config.num_hidden_layers
-        else f"{num_sites} site{'' if num_sites == 1 else 's'}"
-    )
+    where = "1 site" if num_sites == 1 else f"{num_sites} sites"
+    if num_sites == model.config.num_hidden_layers:
+        where = "every layer a site"
     return where if len(returned) == 1 else f"{where}, in {len(returned)} graphs"
 
 
