@@ -106,7 +106,7 @@ def compile_outcome(name: str) -> str:
 def committed_rows() -> dict[str, Row]:
     """The table of docs/models.md."""
     table = PATH.read_text().split(_BEGIN)[1].split(_END)[0]
-    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
     rows = [Row(*(cell.strip() for cell in line)) for line in lines]
     return {row.model: row for row in rows}
 
