@@ -8,6 +8,7 @@ attention of the original graph unless a forward batch is active.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from neo_compile.passes.verify import verify
 from neo_compile.staged import StagedModel
 
 compiled_generate.install()
+
+logger = logging.getLogger(__name__)
 
 
 # Not decorated with register_backend: the entry point registers it, and a second registration is an error.
@@ -57,6 +60,8 @@ def neo(
         return _compile_whole(gm, example_inputs, mode, checked, reasons[0])
     if checked.packed_linear is True and not num_packed(gm.graph):
         warnings.warn("packed_linear=True, but oneDNN can pack no linear of this graph", UserWarning, stacklevel=2)
+    if mode not in (None, "default"):
+        logger.info("mode=%r has no effect on linear stages: they run as stages=%r", mode, checked.stages)
     split = split_stages(gm)
     keys = share_stages(split)
     artifacts = compile_stages(split, keys, stages=checked.stages)

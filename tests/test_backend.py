@@ -84,6 +84,44 @@ def test_hugging_face_with_and_without_cache(family: str, implementation: str) -
     assert all(isinstance(function, StagedModel) and len(function.sites) == 2 for function in returned)
 
 
+LENGTHS = (5, 9, 64)
+
+
+@pytest.mark.parametrize("num_layers", [3, pytest.param(12, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_few_graphs_without_a_cache(num_layers: int) -> None:
+    compiled, returned = watched(tiny_model("Llama", num_layers=num_layers))
+    for length in LENGTHS:
+        compiled(input_ids=torch.arange(length)[None], use_cache=False)
+    assert len(returned) <= 2
+    assert {function.num_artifacts for function in returned} == {3}
+
+
+@pytest.mark.parametrize("num_layers", [3, pytest.param(12, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_few_graphs_with_a_cache(num_layers: int) -> None:
+    """Dynamo makes a graph of the prompt's length, of one token, of one token and any cache; then of any prompt."""
+    model = tiny_model("Llama", num_layers=num_layers)
+    compiled, returned = watched(model)
+    num_graphs = []
+    for length in LENGTHS:
+        cache = DynamicCache(config=model.config)
+        compiled(input_ids=torch.arange(length)[None], past_key_values=cache, use_cache=True)
+        for token in (1, 2, 3):
+            compiled(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        num_graphs.append(len(returned))
+    assert num_graphs[0] <= 3
+    assert num_graphs[-1] <= 4
+
+
+@torch.no_grad()
+def test_a_mode_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="neo_compile.backend")
+    compiled = torch.compile(Block(), backend=lambda gm, inputs: neo(gm, inputs, mode="reduce-overhead", options=EAGER))
+    compiled(torch.randn(1, 4, 32))
+    assert "mode='reduce-overhead' has no effect on linear stages: they run as stages='eager'" in caplog.text
+
+
 def test_generate_through_module_compile() -> None:
     model = tiny_model("Llama")
     ids, mask = torch.tensor([TOKENS, [0, 0, 0, *TOKENS[:6]]]), torch.ones(2, 9, dtype=torch.int64)
@@ -94,13 +132,14 @@ def test_generate_through_module_compile() -> None:
     assert torch.equal(model.generate(ids, **options), expected)
 
 
-def test_training_keeps_its_gradients_with_one_warning() -> None:
+@pytest.mark.parametrize("options", [EAGER, pytest.param({}, marks=pytest.mark.slow)], ids=["eager", "inductor"])
+def test_training_keeps_its_gradients_with_one_warning(options: dict[str, Any]) -> None:
     model = nn.Sequential(Block(), Block())
     x = torch.randn(2, 6, 32)
     model(x).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    compiled = torch.compile(model, backend="neo", options=EAGER)
+    compiled = torch.compile(model, backend="neo", options=options)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         compiled(x).square().sum().backward()

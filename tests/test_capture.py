@@ -135,6 +135,28 @@ def test_inductor_one_capture_serves_every_size() -> None:
             torch.testing.assert_close(logits, eager_logits(model, tokens), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_capture_over_all_sizes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEO_SAVE_CAPTURES", "0")
+    model = tiny_model("Llama", dtype=dtype, max_position_embeddings=4096)
+    staged = capture(model, num_threads=1)
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+
+    def error(logits: torch.Tensor, tokens: list[int]) -> float:
+        expected = eager_logits(model, tokens)
+        return float((logits - expected).norm() / expected.norm())
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (1, 63, 64, 65, 4096):
+            tokens = [token % VOCAB_SIZE for token in range(length)]
+            (logits,) = run_ragged(staged, [tokens], [[length]])
+            assert error(logits, tokens) < tolerance
+        for batch in (1, 2, 64):
+            for logits in run_ragged(staged, [[3, 4, 5]] * batch, [[2] * batch, [1] * batch]):
+                assert error(logits, [3, 4, 5]) < tolerance
+
+
 def test_a_compiled_model_is_captured_without_compiling_its_own_calls() -> None:
     model = tiny_model("Llama")
     compiled: list[object] = []
