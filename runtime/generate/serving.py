@@ -126,10 +126,14 @@ class Serving:
             num_new = block.valid.sum(axis=1, dtype=np.int32)
         with self.device.launching():
             copies = self._start_copies(self._make_room(rows, num_new))
-            if num_columns == 1 and block.valid is None:
-                logits = self._decode(rows, block, copies)
-            else:
-                logits = self._prefill(rows, block, copies)
+            try:
+                if num_columns == 1 and block.valid is None:
+                    logits = self._decode(rows, block, copies)
+                else:
+                    logits = self._prefill(rows, block, copies)
+            finally:
+                if copies is not None:  # an interrupt before they were waited for: the tables already count on them
+                    copies.finish()
         rows.append(block.valid, num_columns)
         return logits
 
