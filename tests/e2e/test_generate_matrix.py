@@ -43,7 +43,7 @@ def enabled_models() -> Any:
             model = tiny_model(family)
             model.generation_config.eos_token_id = None
             eager = copy.deepcopy(model)
-            draft = tiny_model(family, num_layers=1, seed=3)
+            draft = tiny_model(family, seed=3)
             draft.generation_config.eos_token_id = None
             enable_tiers(model, block_size=4, device_blocks=18, host_blocks=400)
             made[family] = (model, eager, draft)
