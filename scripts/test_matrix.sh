@@ -15,9 +15,10 @@ folder=${VENV_MATRIX:-.venv-matrix}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 tests=(
-  tests/e2e/test_families.py tests/e2e/test_parity.py tests/e2e/test_half_precision.py tests/passes
-  tests/test_backend.py tests/test_backend_families.py tests/test_backend_wrappers.py tests/test_capture.py tests/test_explain.py
-  tests/test_models_table.py tests/test_ops.py tests/test_refusals.py tests/test_staged.py tests/test_windows.py
+  tests/passes tests/test_backend.py tests/test_backend_families.py tests/test_backend_wrappers.py tests/test_capture.py
+  tests/test_explain.py tests/test_hf_masks.py tests/test_ops.py tests/test_parameters.py tests/test_plain_decoders.py
+  tests/test_saved_capture.py tests/test_staged.py tests/e2e/test_families.py tests/e2e/test_generate.py
+  tests/e2e/test_half_precision.py tests/e2e/test_parity.py
 )
 
 # An environment with these versions, the test tools of constraints.txt, and the package. Not under `set -e`: it is called in an `if`.

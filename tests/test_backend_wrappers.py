@@ -52,7 +52,7 @@ def assert_captured_equals_eager(model: Any) -> None:
 
 
 def test_lora(model: Any) -> None:
-    peft = pytest.importorskip("peft", reason="peft, of the extra 'test', is not installed")
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install peft)")
     plain = eager_logits(model, TOKENS)
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
     adapted = peft.get_peft_model(model, config).eval()
