@@ -17,6 +17,7 @@
 #include "attention_work.h"
 #include "clock.h"
 #include "copy_work.h"
+#include "hash_words.h"
 #include "kernel.h"
 #include "slowed_work.h"
 #include "thread_pool.h"
@@ -246,6 +247,12 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native host attention: worker pool, plans, block copies. Use it through neo_compile.host_attention.";
   m.def("kernel_sets", list_kernel_sets, "(name, runs on this CPU) of every kernel set in this build, best first");
   m.def("convert_row", convert_row, "For tests: one row between dtypes through the given kernels' conversions");
+  m.def(
+      "hash_words",
+      [](std::uintptr_t addresses, std::int64_t count) {
+        return neo::hash_words(pointer<const std::int64_t>(addresses), count);
+      },
+      "A hash of the aligned 8 bytes around each of `count` int64 addresses");
   m.def("steady_ns", &neo::steady_ns, "The clock of tickets, in ns");
 
   py::class_<neo::RowsView>(m, "Rows").def(py::init(&make_rows));

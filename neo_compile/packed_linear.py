@@ -22,30 +22,9 @@ from typing import Any
 import torch
 
 from neo_compile.ops import library
+from neo_compile.tensor_state import TensorState
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
-
-
-@dataclass(frozen=True, slots=True)
-class TensorState:
-    """Identifies the contents of a tensor without reading them: a write in place, or `.data = ...`, changes it."""
-
-    reference: weakref.ref[torch.Tensor]
-    version: int | None
-    address: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorState:
-        """The present state of `tensor`. Inference tensors count no versions."""
-        return cls(weakref.ref(tensor), None if tensor.is_inference() else tensor._version, tensor.data_ptr())
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is the same object with the same contents."""
-        return (
-            self.reference() is tensor
-            and (self.version is None or tensor._version == self.version)
-            and tensor.data_ptr() == self.address
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def assumed_costs(monkeypatch):
     """Costs as assumed, not measured: seconds less for every engine, and the same plans on every machine."""
-    monkeypatch.setattr("neo_compile.runtime.engine.load_or_measure_costs", lambda *args: balanced_costs(2))
+    monkeypatch.setattr("neo_compile.runtime.engine_core.load_or_measure_costs", lambda *args: balanced_costs(2))
 
 
 def test_arrivals_are_poisson_and_scale_with_the_rate():

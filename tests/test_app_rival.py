@@ -39,7 +39,7 @@ def test_waves_fit_the_budget():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     pytest.importorskip("psutil")
-    monkeypatch.setattr("neo_compile.runtime.engine.load_or_measure_costs", lambda *args: balanced_costs(2))
+    monkeypatch.setattr("neo_compile.runtime.engine_core.load_or_measure_costs", lambda *args: balanced_costs(2))
     report = tmp_path / "rival.json"
     lengths = "--input-len 24 --output-len 4 --num-requests 4 --device-tokens 96 --stages eager --runs 2"
     assert main(f"bench rival --model {save_tiny_llama(tmp_path / 'model')} {lengths} --json {report}".split()) == 0

@@ -113,7 +113,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def assumed_costs(monkeypatch):
     """Costs as assumed, not measured: seconds less for every engine, and the same plans on every machine."""
-    monkeypatch.setattr("neo_compile.runtime.engine.load_or_measure_costs", lambda *args: balanced_costs(2))
+    monkeypatch.setattr("neo_compile.runtime.engine_core.load_or_measure_costs", lambda *args: balanced_costs(2))
 
 
 def test_the_command(folder, tmp_path, capsys):
@@ -179,7 +179,7 @@ def test_settings_reach_the_engine():
         "--stages eager --device-tokens 64 --set device.swap_gbps=2.5 cache.block_size=8 --set scheduler.max_num_seqs=3"
     )
     with open_engine(tiny_llama(2), None, parser.parse_args(text.split())) as engine:
-        assert engine._device.swap_gbps == 2.5
+        assert engine._core.device.swap_gbps == 2.5
         assert engine.stats().block_size == 8
         assert engine.stats().device_blocks == 8
-        assert engine._scheduler.config.max_num_seqs == 3
+        assert engine._core.scheduler.config.max_num_seqs == 3

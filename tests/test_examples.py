@@ -13,7 +13,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 EXPECTED = {
     "generate_hf": "tokens decoded on the host",
     "inspect_graph": "sites",
-    "offline_batch": "requests decoded on the host",
+    "batch_offline": "requests decoded on the host",
 }
 
 

@@ -65,3 +65,29 @@ def test_a_converted_parameter_is_an_error(converted: torch.Tensor) -> None:
     parameter.data = converted
     with pytest.raises(ConfigError, match="capture it again"):
         parameters.load([parameter])
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (5, 2), (64, 96)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_write_that_neither_version_nor_address_tells(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Adapters are merged with `weight.data += delta`."""
+    calls: list[int] = []
+    a, b = torch.nn.Parameter(torch.randn(shape).to(dtype)), torch.randn(7, 3)
+    parameters = Parameters({0: a, 1: b}, [doubled(calls, 0), doubled(calls, 1)])
+    registers = [a, b, None, None]
+    parameters.load(registers)
+    version, address = a._version, a.data_ptr()
+    a.data += torch.randn(shape).to(dtype) + 4
+    assert (a._version, a.data_ptr()) == (version, address)
+    parameters.load(registers)
+    assert calls == [0, 1, 0]
+    assert torch.equal(registers[2], a * 2)
+
+
+def test_not_a_number_is_no_change() -> None:
+    calls: list[int] = []
+    a = torch.full((4, 4), torch.nan)
+    parameters = Parameters({0: a}, [doubled(calls, 0)])
+    for _ in range(2):
+        parameters.load([a, None, None])
+    assert calls == [0]

@@ -241,7 +241,7 @@ def test_an_iteration_that_fails_ends_what_runs_and_no_more(model, monkeypatch):
         ids = [engine.add_request([token, 5], greedy(6)) for token in range(1, 5)]
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "_append_tokens", lambda result: 1 / 0)
+            patch.setattr(engine._core, "_append_tokens", lambda result: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         outputs = {}

@@ -44,8 +44,8 @@ def serve_at_random(model: Any, seed: int, *, num_requests: int = 12) -> Counter
                     if output.finish_reason != "length":
                         raise WrongTokensError(f"seed {seed}, {config}: {output.request_id} ended: {output.error}")
                     tokens[output.request_id] = output.token_ids
-            engine._scheduler.check_integrity()
-            for workers in (engine._device.attention_pool, engine._device.host_pool):
+            engine._core.scheduler.check_integrity()
+            for workers in (engine._core.device.attention_pool, engine._core.device.host_pool):
                 if workers.num_outstanding:
                     raise WrongTokensError(f"seed {seed}: work outlived its iteration")
             counts["iterations"] += 1
@@ -100,11 +100,11 @@ class Meddler:
 
     def __init__(self, engine: Engine, random: Random, swap_share: float) -> None:
         self.counts: Counter[str] = Counter()
-        self._scheduler, self._queues = engine._scheduler, engine._scheduler.queues
+        self._scheduler, self._queues = engine._core.scheduler, engine._core.scheduler.queues
         self._random, self._swap_share = random, swap_share
-        self._may_swap = engine._scheduler.policy.computes_on_host
-        self._schedule = engine._scheduler.schedule
-        engine._scheduler.schedule = self.schedule  # type: ignore[method-assign]
+        self._may_swap = engine._core.scheduler.policy.computes_on_host
+        self._schedule = engine._core.scheduler.schedule
+        engine._core.scheduler.schedule = self.schedule  # type: ignore[method-assign]
 
     def schedule(self) -> IterationPlan:
         """The scheduler's plan, meddled with."""

@@ -104,7 +104,7 @@ def run_to_end(engine: Engine, after_step: Any = None, max_steps: int = 5000) ->
         for output in engine.step():
             if output.is_finished:
                 finished[output.request_id] = output.token_ids
-        engine._scheduler.check_integrity()
+        engine._core.scheduler.check_integrity()
         if after_step is not None:
             after_step(engine)
     raise AssertionError(f"not finished after {max_steps} iterations")
@@ -112,13 +112,13 @@ def run_to_end(engine: Engine, after_step: Any = None, max_steps: int = 5000) ->
 
 def poison_free_blocks(engine: Engine) -> None:
     """Fill every block that nobody owns with NaN: reading one shows in the tokens."""
-    engine._poison_free_blocks()
+    engine._core._poison_free_blocks()
 
 
 def assert_all_blocks_free(engine: Engine) -> None:
     """No request holds a block in either tier."""
     for tier in Tier:
-        pool = engine._scheduler.queues.pools[tier]
+        pool = engine._core.scheduler.queues.pools[tier]
         assert pool.num_free == pool.num_blocks, f"{pool.num_blocks - pool.num_free} blocks leaked in {tier}"
 
 
@@ -127,12 +127,12 @@ def force_swaps(engine: Engine, random: Random, share: float = 0.4) -> int:
 
     The copies are made by the same code as in an iteration, and freed blocks are poisoned at once.
     """
-    queues, executor = engine._scheduler.queues, engine._executor
+    queues, executor = engine._core.scheduler.queues, engine._core.executor
     num_moved = 0
     for request in queues.list_running():
         num_blocks = len(request.block_ids)
         if random.random() < share and queues.pools[request.tier.other].can_allocate(num_blocks):
-            swap = queues.swap(request, num_blocks, engine._scheduler.iteration)
+            swap = queues.swap(request, num_blocks, engine._core.scheduler.iteration)
             LayerCopies.of_swaps([swap], executor.caches, executor.device.host_pool).finish()
             poison_free_blocks(engine)
             num_moved += 1

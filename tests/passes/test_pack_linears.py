@@ -65,6 +65,8 @@ def test_equal_weights_are_packed_once_and_dropped_with_the_last_holder() -> Non
         weight.mul_(2.0)
         assert torch.allclose(packed_linear(x, pack_weights([weight], False), None), x @ weight.T, atol=1e-5)
         weight.data = torch.randn(4, 8)
+        assert torch.allclose(packed_linear(x, pack_weights([weight], False), None), x @ weight.T, atol=1e-5)
+        weight.data += 1.0  # an adapter is merged: neither version nor address change
         packed = pack_weights([weight], False)
         assert torch.allclose(packed_linear(x, packed, None), x @ weight.T, atol=1e-5)
     assert num_packed_weights() == before + 1

