@@ -12,7 +12,8 @@ inline uint64_t hash_words(const int64_t* addresses, int64_t count) {
   uint64_t hash = 0;
   for (int64_t i = 0; i < count; ++i) {
     uint64_t word;
-    std::memcpy(&word, reinterpret_cast<const void*>(static_cast<uintptr_t>(addresses[i]) & ~uintptr_t{7}), sizeof word);
+    std::memcpy(&word, reinterpret_cast<const void*>(static_cast<uintptr_t>(addresses[i]) & ~uintptr_t{7}),
+                sizeof word);
     hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
     hash ^= hash >> 32;
   }
