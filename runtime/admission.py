@@ -63,6 +63,8 @@ class Admission:
         attention_ms = self.cost_model.host_attention_ms(decision.num_host_residents, decision.host_kv_tokens)
         free_time = 1.0 - attention_ms / max(self.max_host_ms, 1e-9)
         decision.host_emptiness = max(0.0, min(free_time, pool.num_free / max(pool.num_blocks, 1)))
+        num_decodes = sum(len(census.decodes) for census in decision.census.values())
+        decision.host_slack = max(0.0, 1.0 - attention_ms / max(self.cost_model.linear_ms(max(num_decodes, 1)), 1e-9))
 
     def pace_prefills(self, decision: Decision) -> None:
         """Spreads prefills over iterations while requests decode.

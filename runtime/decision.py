@@ -44,6 +44,7 @@ class Decision:
         num_free_host_blocks, num_host_residents, host_kv_tokens: the host tier as it will be if every host-bound
             prefill placed so far is kept.
         host_emptiness: 1 for an idle host, 0 for a full one, before those prefills.
+        host_slack: share of the decodes' own linear stage that host attention leaves free; 0 where it takes longer.
     """
 
     iteration: int
@@ -59,6 +60,7 @@ class Decision:
     num_host_residents: int = 0
     host_kv_tokens: int = 0
     host_emptiness: float = 0.0
+    host_slack: float = 0.0
 
     def is_overdue(self, request: Request) -> bool:
         """Whether `request` has waited as long as it may while it could have run."""

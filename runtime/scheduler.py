@@ -32,6 +32,7 @@ from neo_compile.runtime.tiering import Tiering
 
 _MAX_EMPTY_ITERATIONS = 8
 _CONTEXT_SMOOTHING = 0.05
+_SLACK_PRICE = 7.0
 
 
 class SchedulerStallError(NeoError, RuntimeError):
@@ -97,7 +98,7 @@ class Scheduler:
         decision = self._initialise()
         self._schedule_device_decodes(decision)
         self._schedule_prefills(decision)
-        composition = self._composer.compose(decision.work, self._prices(decision.host_emptiness))
+        composition = self._composer.compose(decision.work, self._prices(decision))
         return self._commit(decision, composition)
 
     def complete(
@@ -275,8 +276,13 @@ class Scheduler:
         block_size = self.queues.pools[Tier.DEVICE].block_size
         return [load_of(sub_batch, self.cost_model, block_size) for sub_batch in plan.sub_batches]
 
-    def _prices(self, host_emptiness: float) -> Prices:
-        """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone."""
+    def _prices(self, decision: Decision) -> Prices:
+        """A decode is worth what it costs on a device whose cache is full; a prefill what it costs alone.
+
+        A prefill that fills the host is worth more, and much more while the attention of all host requests hides under
+        the linear stage of the decodes alone: then each further request makes every later iteration's tokens cheaper.
+        Beyond that point it is prefills that hide attention, and they had better be spread.
+        """
         device = self.queues.pools[Tier.DEVICE]
         num_tokens = device.num_blocks * device.block_size
         num_decodes = max(1, min(int(num_tokens / max(self._mean_context, 1.0)), self.config.max_running))
@@ -284,8 +290,9 @@ class Scheduler:
             num_decodes, num_device_decodes=num_decodes, device_kv_tokens=num_tokens, num_logits=num_decodes
         )
         longest_ms = self._admission.longest_linear_ms
+        fill_price = self.config.prefill_price * decision.host_emptiness * (1.0 + _SLACK_PRICE * decision.host_slack)
         return Prices(
             decode_ms=self.cost_model.iteration_ms(Strategy.DEVICE_ONLY, [load]) / num_decodes,
             prefill_ms_per_token=self.cost_model.num_layers * longest_ms / self.config.max_num_batched_tokens,
-            host_prefill_factor=1.0 + self.config.prefill_price * host_emptiness,
+            host_prefill_factor=1.0 + fill_price,
         )

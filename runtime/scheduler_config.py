@@ -69,7 +69,8 @@ class SchedulerConfig:
         strategies: restricts the policy's strategies, e.g. ("device-only", "pipelined") for the paper's choice.
         prefill_pace: while requests decode, an iteration's prefills take at most this many times the linear stage of
             one token, or as long as they need to hide all host attention.
-        prefill_price: how much more a host-bound prefill is worth when the host cache is empty (0: never more).
+        prefill_price: how much more a host-bound prefill is worth when the host cache is empty (0: never more); up to
+            eight times that while host attention hides under the linear stages of the decodes alone.
         max_idle_iterations: an admitted request is never left out of more iterations in a row than this.
         swap_cooldown: iterations a swapped-out request stays out at least; doubles with every swap of the request.
         swap_in_threshold: swap in only while at most this share of the device blocks is taken.

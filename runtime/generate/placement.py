@@ -83,7 +83,7 @@ def _place(rows: PagedRows, num_new: Int32s, codes: Sequence[int]) -> NDArray[np
         free[code] -= need
     for code, other in ((_DEVICE, _HOST), (_HOST, _DEVICE)):
         if free[code] < 0 and other in codes:
-            _relieve(rows, placed, free, total, growth, is_new, code, other)
+            _relieve(rows, placed, free, growth, is_new, code, other)
     if min(free) < 0:
         raise _does_not_fit(rows, total)
     return placed
@@ -93,24 +93,25 @@ def _relieve(
     rows: PagedRows,
     placed: NDArray[np.int8],
     free: list[int],
-    total: Int32s,
     growth: Int32s,
     is_new: NDArray[np.bool_],
     code: int,
     other: int,
 ) -> None:
     """Move rows from one tier to the other, the last first, until the one has no debt, as far as the other has room."""
+    holders = rows.blocks.all_counts(TIERS[code])  # of each block, once the rows so far have moved
+    has_moved = np.zeros(len(holders), dtype=np.bool_)
     for row in np.flatnonzero(placed == code)[::-1]:
         if free[code] >= 0:
             return
-        need = int(total[row])
+        held = rows.table(row)[:0] if is_new[row] else rows.table(row)
+        need = int(growth[row] + (~has_moved[held]).sum())  # a block that several moving rows share moves once
         if free[other] < need:
             continue
-        freed = need
-        if not is_new[row]:  # blocks that others share stay
-            freed = int(growth[row]) + int((rows.blocks.counts(TIERS[code], rows.table(row)) == 1).sum())
+        holders[held] -= 1
+        has_moved[held] = True
         placed[row] = other
-        free[code] += freed
+        free[code] += int(growth[row] + (holders[held] == 0).sum())
         free[other] -= need
 
 
@@ -143,21 +144,23 @@ def _is_shared(rows: PagedRows, num_new: Int32s) -> NDArray[np.bool_]:
 
 
 def _move(rows: PagedRows, moving: NDArray[np.int64], code: int, room: Room) -> None:
-    """Move rows to tier `code`; the blocks that they leave are free at once."""
-    pairs = []
-    for row in moving:
-        old = rows.table(row).copy()
-        rows.tiers[row] = code
-        rows.num_blocks[row] = 0
-        if not len(old):
-            continue
-        new = rows.blocks.take(TIERS[code], len(old))
-        rows.extend(row, new)
-        rows.blocks.release(TIERS[1 - code], old)
-        pairs.append(np.stack([old, new], axis=1))
-        room.num_moved_rows += 1
-    if pairs:
-        room.copies.append(BlockCopies(TIERS[1 - code], TIERS[code], np.concatenate(pairs).astype(np.int64)))
+    """Move rows to tier `code`, and blocks that they share once; the blocks that nobody holds any more are free."""
+    source, target = TIERS[1 - code], TIERS[code]
+    held = [rows.table(row).copy() for row in moving]
+    rows.tiers[moving] = code
+    room.num_moved_rows += sum(len(old) > 0 for old in held)
+    old_ids, positions = np.unique(np.concatenate(held) if held else np.empty(0, np.int32), return_inverse=True)
+    if not len(old_ids):
+        return
+    new_ids = rows.blocks.take(target, len(old_ids))
+    start = 0
+    for row, old in zip(moving, held, strict=True):
+        rows.tables[row, : len(old)] = new_ids[positions[start : start + len(old)]]
+        start += len(old)
+    rows.blocks.share(target, new_ids[positions])
+    rows.blocks.release(target, new_ids)  # `take` held them once, for nobody
+    rows.blocks.release(source, np.concatenate(held))
+    room.copies.append(BlockCopies(source, target, np.stack([old_ids, new_ids], axis=1).astype(np.int64)))
 
 
 def _grow(rows: PagedRows, num_new: Int32s) -> None:

@@ -51,6 +51,10 @@ class SharedBlocks:
         """How many rows hold each block."""
         return self._counts[tier][block_ids]
 
+    def all_counts(self, tier: Tier) -> Int32s:
+        """How many rows hold each of the tier's blocks (a copy)."""
+        return self._counts[tier].copy()
+
     def take(self, tier: Tier, num_blocks: int) -> Int32s:
         """Free blocks, now held once. Ask `num_free` first."""
         block_ids = np.array(self.pools[tier].allocate(num_blocks), dtype=np.int32)

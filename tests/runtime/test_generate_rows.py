@@ -132,3 +132,21 @@ def test_the_last_holder_of_a_shared_block_keeps_it():
     assert [len(copy.pairs) for copy in room.copies] == [2]
     assert blocks.pools[Tier.DEVICE].num_taken == 1 + 3
     assert not make_room(rows, np.ones(3, dtype=np.int32)).copies
+
+
+def test_rows_that_move_together_go_on_sharing():
+    """Apart, two beams of 6 blocks would not fit the host's 9."""
+    blocks = shared_blocks(8, 9)
+    rows = PagedRows(blocks, 1)
+    make_room(rows, np.array([16], dtype=np.int32))
+    rows.append(None, 16)
+    rows.select(np.array([0, 0, 0, 0]))
+    make_room(rows, np.full(4, 4, dtype=np.int32))
+    rows.append(None, 4)
+    assert blocks.pools[Tier.DEVICE].num_taken == 4 + 4
+    room = make_room(rows, np.ones(4, dtype=np.int32))
+    assert (rows.tiers.tolist(), room.num_moved_rows) == ([0, 0, 1, 1], 2)
+    assert [len(copy.pairs) for copy in room.copies] == [4 + 2]
+    assert (blocks.pools[Tier.DEVICE].num_taken, blocks.pools[Tier.HOST].num_taken) == (4 + 4, 4 + 4)
+    assert (rows.table(2)[:4] == rows.table(3)[:4]).all()
+    blocks.check_integrity()
