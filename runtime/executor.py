@@ -115,6 +115,7 @@ class Executor:
                 Tier.HOST: device.host_pool.parallelism,
             },
             geometries=frozenset(Geometry.of(site) for site in staged.sites),
+            staged_tiers=() if self.staging is None else (Tier.HOST,),
         )
 
     def execute(self, plan: IterationPlan) -> IterationResult:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from neo_compile.attention import AttentionSite
-from neo_compile.host_attention import plan_decode
-from neo_compile.runtime.batch import PrefillChunk
+from neo_compile.host_attention import AttentionPlan, plan_decode
+from neo_compile.runtime.batch import ChunkRow, Geometry, plan_chunks
 from neo_compile.runtime.cost_grid import Grid
 from neo_compile.runtime.device import Ticket, Workers
-from neo_compile.runtime.kv_cache import KVCache, Slots
-from neo_compile.runtime.prefill import attend_chunk, store_chunk
+from neo_compile.runtime.kv_cache import KVCache
 from neo_compile.runtime.request import Tier
 from neo_compile.runtime.timing import increasing, typical_ms
 
@@ -38,10 +37,10 @@ class KernelBench:
         self._cache.pools[0].zero_()
         self._random = random.Random(0)
 
-    def prefill_table(self, report: Report) -> dict[str, Any]:
-        """Prefill attention by (tokens of the chunk, tokens before it)."""
+    def prefill_table(self, report: Report, pool: Workers) -> dict[str, Any]:
+        """Prefill attention by (tokens of the chunk, tokens before it), on `pool`."""
         tokens, starts = self._grid.prefill_tokens, self._grid.prefill_starts
-        rows = _rows(tokens, starts, self._prefill_ms, report)
+        rows = _rows(tokens, starts, lambda num, start: self._prefill_ms(pool, num, start), report)
         return {"tokens": list(tokens), "starts": list(starts), "ms": rows}
 
     def decode_table(self, report: Report, pool: Workers, *, is_host: bool) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class KernelBench:
             times.append(typical_ms(copy, self._grid.num_repeats))
         return {"blocks": list(self._grid.swap_blocks), "ms": increasing(times)}
 
-    def _prefill_ms(self, num_tokens: int, start: int) -> float:
+    def _prefill_ms(self, pool: Workers, num_tokens: int, start: int) -> float:
         site, size = self._site, self._block_size
         q = torch.randn(num_tokens, site.num_q_heads, site.head_dim).to(site.dtype)
         k = torch.randn(num_tokens, site.num_kv_heads, site.head_dim).to(site.dtype)
@@ -77,16 +76,17 @@ class KernelBench:
         sinks = torch.zeros(site.num_q_heads) if site.has_sinks else None
         out = torch.empty(num_tokens, site.num_q_heads, site.v_head_dim, dtype=site.dtype)
 
-        def chunk() -> PrefillChunk:
+        def plan() -> AttentionPlan:
             blocks = self._random.sample(range(self._cache.num_blocks), -(-(start + num_tokens) // size))
-            slots = Slots.of(blocks, start, num_tokens, size)
-            return PrefillChunk(Tier.DEVICE, 0, start, num_tokens, slots, torch.tensor(blocks))
+            chunk = ChunkRow(Tier.DEVICE, start, np.zeros(num_tokens, dtype=np.int64), blocks, ())
+            return plan_chunks([chunk], Geometry.of(site), block_size=size, num_threads=pool.parallelism)
 
-        def run(each: PrefillChunk) -> None:
-            k_HSD, v_HSD = store_chunk(self._cache, 0, each, k, v)
-            out[:] = attend_chunk(site, q, k_HSD, v_HSD, sinks)
+        def run(prefill_plan: AttentionPlan) -> None:
+            layer = self._cache.layer(0)
+            options = {"scale": site.scale, "window": site.window, "softcap": site.softcap, "sinks": sinks}
+            pool.submit_layer(prefill_plan, layer, q, out, **options, k_new=k, v_new=v).wait()  # type: ignore[arg-type]
 
-        return typical_ms(run, self._grid.num_repeats, setup=chunk)
+        return typical_ms(run, self._grid.num_repeats, setup=plan)
 
     def _decode_ms(self, pool: Workers, num_requests: int, kv_tokens: int, is_host: bool) -> float:
         site = self._site

@@ -38,7 +38,7 @@ def measure_tables(executor: Executor, grid: Grid, on_progress: OnProgress | Non
         "linear": lambda report: _linear_table(executor, grid, report),
         "logits": lambda report: _logits_table(executor, grid, report),
         "sampling": lambda report: _sampling_table(executor, grid, report),
-        "prefill_attention": bench.prefill_table,
+        "prefill_attention": lambda report: bench.prefill_table(report, device.attention_pool),
         "device_decode": lambda report: bench.decode_table(report, device.attention_pool, is_host=False),
         "host_attention": lambda report: bench.decode_table(report, device.host_pool, is_host=True),
         "swap": lambda report: bench.swap_table(report, device.host_pool, device.swap_gbps),

@@ -1,7 +1,6 @@
-"""Attention of prefill chunks, on the device: one request at a time, causal within the chunk.
+"""Attention of a prefill chunk over K and V that lie dense on the device, as the staging ring leaves them.
 
-The host never computes it: prefill attention is bound by arithmetic, where the host is far behind (METHOD, section
-"The problem and the idea").
+Where prefills lie in blocks that the device addresses, the paged kernels compute them (`sub_batch_attention`).
 """
 
 from __future__ import annotations
@@ -10,22 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from neo_compile.attention import AttentionSite
-from neo_compile.runtime.batch import PrefillChunk
-from neo_compile.runtime.kv_cache import KVCache
-
-
-def store_chunk(
-    cache: KVCache, layer: int, chunk: PrefillChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Write a chunk's K and V to its blocks, which the device can address.
-
-    Returns:
-        K and V of the request's whole context, [num_kv_heads, chunk.start + T, dim].
-    """
-    cache.write(layer, chunk.slots, k_THD, v_THD)
-    if chunk.start == 0:
-        return k_THD.transpose(0, 1), v_THD.transpose(0, 1)
-    return cache.gather(layer, chunk.block_ids, chunk.start + chunk.num_tokens)
 
 
 def attend_chunk(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from neo_compile.attention import AttentionSite
-from neo_compile.runtime.batch import PrefillChunk
+from neo_compile.runtime.batch import StagedChunk
 from neo_compile.runtime.device import Device, Ticket
 from neo_compile.runtime.kv_cache import KVCache, Slots
 
@@ -47,7 +47,7 @@ class Staging:
         self._ring_of = [rings[site.num_kv_heads, site.head_dim, site.v_head_dim] for site in sites]
 
     def store(
-        self, layer: int, chunk: PrefillChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
+        self, layer: int, chunk: StagedChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Send a chunk's K and V on their way to the chunk's host blocks.
 
@@ -73,7 +73,7 @@ class _Ring:
         self._max_group = max(1, num_blocks // 2)  # one half is written while the other leaves
 
     def store(
-        self, layer: int, chunk: PrefillChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
+        self, layer: int, chunk: StagedChunk, k_THD: torch.Tensor, v_THD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Staging.store`."""
         k_HSD, v_HSD = k_THD.transpose(0, 1), v_THD.transpose(0, 1)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 
 from neo_compile.attention import AttentionSite
-from neo_compile.runtime.batch import BatchTensors, DecodeRows, Geometry, PrefillChunk
-from neo_compile.runtime.device import Device, Ticket
+from neo_compile.runtime.batch import BatchTensors, Geometry, PlannedRows, StagedChunk
+from neo_compile.runtime.device import Device, Ticket, Workers
 from neo_compile.runtime.kv_cache import KVCache
-from neo_compile.runtime.prefill import attend_chunk, store_chunk
+from neo_compile.runtime.prefill import attend_chunk
 from neo_compile.runtime.request import Tier
 from neo_compile.runtime.staging import Staging
 from neo_compile.runtime.swap import LayerCopies
@@ -89,17 +89,20 @@ class SubBatchAttention:
         rows = _SiteRows(site, q_THD, k_THD, v_THD, None if sinks is None else sinks.float(), out)
         host_ticket = None
         if batch.host_decodes is not None:
-            host_ticket = self._submit(Tier.HOST, batch.host_decodes, rows)
+            host_ticket = self._submit(self._context.device.host_pool, batch.host_decodes, rows)
             self._in_flight = host_ticket
         start_ns = time.perf_counter_ns()
-        for chunk in batch.prefills:
-            self._prefill(chunk, rows)
-        if batch.prefills:
+        device_pool = self._context.device.attention_pool
+        for planned in batch.prefills:
+            self._submit(device_pool, planned, rows).wait()
+        for chunk in batch.staged_prefills:
+            self._prefill_staged(chunk, rows)
+        has_prefills = bool(batch.prefills or batch.staged_prefills)
+        if has_prefills:
             self.prefill_attention_ns += time.perf_counter_ns() - start_ns
         if batch.device_decodes is not None:
-            ticket = self._submit(Tier.DEVICE, batch.device_decodes, rows)
-            ticket.wait()
-        if batch.prefills or batch.device_decodes is not None:
+            self._submit(device_pool, batch.device_decodes, rows).wait()
+        if has_prefills or batch.device_decodes is not None:
             end_ns = time.perf_counter_ns()
             self.device_attention_ns += end_ns - start_ns
             self._record("device", "device attention", site.index, start_ns, end_ns)
@@ -145,13 +148,12 @@ class SubBatchAttention:
             self._outputs[key] = torch.empty((q_THD.shape[0], *key), dtype=q_THD.dtype, device=q_THD.device)
         return self._outputs[key]
 
-    def _submit(self, tier: Tier, decodes: DecodeRows, rows: _SiteRows) -> Ticket:
-        """Start the decode attention of one tier's rows; it first appends their K and V to the cache."""
-        device, cache, site = self._context.device, self._context.caches[tier], rows.site
-        pool = device.attention_pool if tier is Tier.DEVICE else device.host_pool
-        span = slice(decodes.row, decodes.row + decodes.num_requests)
+    def _submit(self, pool: Workers, planned: PlannedRows, rows: _SiteRows) -> Ticket:
+        """Start the attention of `planned` rows; it first writes their K and V to the cache of their tier."""
+        cache, site = self._context.caches[planned.tier], rows.site
+        span = slice(planned.row, planned.row + planned.num_tokens)
         return pool.submit_layer(
-            decodes.plans[Geometry.of(site)],
+            planned.plans[Geometry.of(site)],
             cache.layer(site.index),
             rows.q_THD[span],
             rows.out_THD[span],
@@ -163,15 +165,12 @@ class SubBatchAttention:
             v_new=rows.v_THD[span],
         )
 
-    def _prefill(self, chunk: PrefillChunk, rows: _SiteRows) -> None:
-        """Store a chunk's K and V in its tier and compute its attention over the request's context so far."""
-        layer, context = rows.site.index, self._context
+    def _prefill_staged(self, chunk: StagedChunk, rows: _SiteRows) -> None:
+        """Send a chunk's K and V on their way to the host, and compute its attention from the device's copy."""
+        staging = self._context.staging
+        assert staging is not None
         span = slice(chunk.row, chunk.row + chunk.num_tokens)
-        k_THD, v_THD = rows.k_THD[span], rows.v_THD[span]
-        if chunk.tier is Tier.HOST and context.staging is not None:
-            k_HSD, v_HSD = context.staging.store(layer, chunk, k_THD, v_THD)
-        else:
-            k_HSD, v_HSD = store_chunk(context.caches[chunk.tier], layer, chunk, k_THD, v_THD)
+        k_HSD, v_HSD = staging.store(rows.site.index, chunk, rows.k_THD[span], rows.v_THD[span])
         rows.out_THD[span] = attend_chunk(rows.site, rows.q_THD[span], k_HSD, v_HSD, rows.sinks)
 
     def _record(

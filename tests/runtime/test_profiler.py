@@ -9,7 +9,7 @@ import pytest
 from neo_compile.runtime import profiler
 from neo_compile.runtime.cost_files import cost_path, load_costs
 from neo_compile.runtime.cost_grid import QUICK, Grid, full_grid
-from neo_compile.runtime.cost_tables import TableCostModel
+from neo_compile.runtime.cost_tables import FORMAT_VERSION, TableCostModel
 from neo_compile.runtime.measurements import measure_tables
 from neo_compile.runtime.profiler import cost_key, load_or_measure_costs, profile
 from neo_compile.runtime.timing import increasing, lower_quartile
@@ -124,7 +124,7 @@ def test_tables_of_another_machine_or_version_are_refused_by_name_and_measured_a
 def test_a_refused_full_profile_gives_way_to_quick_tables(engine, caplog):
     full(engine)
     path = cost_path(key_of(engine), "full")
-    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    path.write_text(path.read_text().replace(f'"version": {FORMAT_VERSION}', '"version": 1'))
     assert "quick tables" in quick(engine).source
     assert "version 1" in caplog.text
     assert "neo profile" in caplog.text

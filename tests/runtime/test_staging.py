@@ -9,11 +9,9 @@ import torch
 
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import WorkerPool
-from neo_compile.runtime.batch import PrefillChunk
+from neo_compile.runtime.batch import StagedChunk
 from neo_compile.runtime.device.adversarial import DelayingWorkers
 from neo_compile.runtime.kv_cache import CacheConfig, KVCache, Slots
-from neo_compile.runtime.prefill import store_chunk
-from neo_compile.runtime.request import Tier
 from neo_compile.runtime.staging import Staging
 from tests.helpers.engines import greedy, hf_greedy, make_engine, random_prompts, tiny_llama
 from tests.runtime.test_kv_cache import make_site
@@ -51,9 +49,15 @@ def make_cache_of(sites) -> KVCache:
     return cache
 
 
-def make_chunk(start: int, num_tokens: int, block_ids: list[int]) -> PrefillChunk:
-    slots = Slots.of(block_ids, start, num_tokens, BLOCK_SIZE)
-    return PrefillChunk(Tier.HOST, 0, start, num_tokens, slots, torch.tensor(block_ids))
+def make_chunk(start: int, num_tokens: int, block_ids: list[int]) -> StagedChunk:
+    return StagedChunk(0, start, num_tokens, torch.tensor(block_ids))
+
+
+def write_directly(cache: KVCache, layer: int, chunk: StagedChunk, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the whole context, once the chunk's are in its blocks."""
+    slots = Slots.of(chunk.block_ids.tolist(), chunk.start, chunk.num_tokens, BLOCK_SIZE)
+    cache.write(layer, slots, k, v)
+    return cache.gather(layer, chunk.block_ids, chunk.start + chunk.num_tokens)
 
 
 def random_kv(site, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +77,7 @@ def test_the_host_cache_holds_what_direct_writes_give(device, num_blocks, cuts):
         for layer, site in enumerate(SITES):
             k, v = random_kv(site, end - start)
             got = staging.store(layer, chunk, k, v)
-            wanted = store_chunk(direct, layer, chunk, k, v)
+            wanted = write_directly(direct, layer, chunk, k, v)
             assert all(map(torch.equal, got, wanted))
         assert {layer for layer, _ in staging.finish()} == {0, 1, 2}
         start = end
