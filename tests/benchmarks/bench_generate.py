@@ -69,6 +69,7 @@ def _neo(model: Any) -> Callable[..., torch.Tensor]:
 _MAKERS = {"eager": lambda model: model.generate, "frozen": _frozen, "static": _static, "neo": _neo}
 
 
+@pytest.mark.timeout(0)  # compiling the whole model takes minutes, twice
 @pytest.mark.parametrize("batch", [BATCH, 1], ids=lambda batch: f"batch{batch}")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_generate(benchmark, dtype, batch):
