@@ -99,7 +99,7 @@ class Workers(Protocol):
         k_new: torch.Tensor | None = None,
         v_new: torch.Tensor | None = None,
     ) -> Ticket:
-        """Start one layer's decode attention, which first appends k_new and v_new to the cache."""
+        """Start one layer's attention, which first appends k_new and v_new to the cache."""
         ...
 
     def submit_copy(
@@ -129,7 +129,7 @@ class Device(Protocol):
     device_threads: int
     host_threads: int
     attention_pool: Workers
-    """Runs device decode attention, on the device's cores."""
+    """Runs the device's attention, prefills and decodes, on the device's cores."""
     host_pool: Workers
     """Runs host decode attention and the copies between the tiers."""
     swap_gbps: float | None
