@@ -19,6 +19,7 @@
 #include "copy_work.h"
 #include "hash_words.h"
 #include "kernel.h"
+#include "packed_linear.h"
 #include "slowed_work.h"
 #include "thread_pool.h"
 
@@ -241,6 +242,23 @@ void convert_row(const std::string& kernels, std::uintptr_t src, int src_dtype, 
   kernel_set(kernels).store_row(row.data(), 1.0f, pointer<void>(dst), dst_dtype, n);
 }
 
+neo::PackedLinear make_packed_linear(std::uintptr_t weight, std::int64_t num_outputs, std::int64_t num_inputs,
+                                     int dtype) {
+  if (!neo::has_packed_linear(dtype)) throw std::invalid_argument("no packed linears of this dtype here");
+  if (dtype == NEO_BF16 && num_inputs % 2 != 0) throw std::invalid_argument("bf16 inputs come in pairs");
+  return neo::make_packed_linear(pointer<const void>(weight), num_outputs, num_inputs, dtype);
+}
+
+void run_packed_linear(const neo::PackedLinear& linear, std::uintptr_t x, std::uintptr_t bias, std::uintptr_t y,
+                       int num_tokens, int num_threads) {
+  if (num_tokens < 1 || num_tokens > neo::kMaxLinearTokens)
+    throw std::invalid_argument("num_tokens is " + std::to_string(num_tokens) + ", must be 1 to " +
+                                std::to_string(neo::kMaxLinearTokens));
+  const py::gil_scoped_release release;
+  neo::run_packed_linear(linear, {pointer<const void>(x), pointer<const void>(bias), pointer<void>(y), num_tokens},
+                         num_threads);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -254,6 +272,13 @@ PYBIND11_MODULE(_C, m) {
       },
       "A hash of the aligned 8 bytes around each of `count` int64 addresses");
   m.def("steady_ns", &neo::steady_ns, "The clock of tickets, in ns");
+
+  m.attr("max_linear_tokens") = neo::kMaxLinearTokens;
+  m.def("has_packed_linear", &neo::has_packed_linear,
+        "Whether PackedLinear works for a dtype, in this build on this CPU");
+  py::class_<neo::PackedLinear>(m, "PackedLinear")
+      .def(py::init(&make_packed_linear))
+      .def("run", run_packed_linear, "y [tokens, outputs] of x [tokens, inputs] and bias [outputs] (0: none)");
 
   py::class_<neo::RowsView>(m, "Rows").def(py::init(&make_rows));
   py::class_<neo::LayerCache>(m, "LayerCache").def(py::init(&make_layer));

@@ -12,6 +12,8 @@ import os
 import platform
 from pathlib import Path
 
+import torch  # noqa: F401 - brings the OpenMP library that the native module needs
+
 try:
     from neo_compile import _C
 except ImportError as error:  # a source tree on the path without a build

@@ -82,8 +82,9 @@ def _forward(call: LogitsCall) -> Any:
         num_tokens = input_ids.shape[1]
         torch._check(num_tokens == position_ids.shape[1])  # type: ignore[no-untyped-call]
         if attention_mask is not None:
-            torch._check(num_tokens == attention_mask.shape[2])  # type: ignore[no-untyped-call]
-            torch._check(num_tokens == attention_mask.shape[3])  # type: ignore[no-untyped-call]
+            for size in attention_mask.shape[2:]:
+                torch._check(size == num_tokens)  # type: ignore[no-untyped-call]
+                torch._check(size != 0)  # type: ignore[no-untyped-call]
         return call(input_ids, position_ids, logit_rows, attention_mask)
 
     return forward

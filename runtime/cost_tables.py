@@ -10,7 +10,7 @@ from neo_compile.errors import ConfigError
 from neo_compile.runtime.cost_model import CostModel
 from neo_compile.runtime.interpolation import Table1D, Table2D
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _NOTHING = Table1D("nothing", [1], [0.0])
 
 

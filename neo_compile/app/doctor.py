@@ -195,7 +195,27 @@ def _kernels() -> list[Finding]:
     forced = os.environ.get("NEO_ISA")
     why = f"forced by NEO_ISA={forced}" if forced else "the best that runs here"
     built = "ISPC" if _native.has_ispc() else "C++ only, slower; `make ispc` and a rebuild add the ISPC kernels"
-    return [Finding("host kernels", f"built with {built}; {picked} picked of {isas} ({why})")]
+    return [
+        Finding("host kernels", f"built with {built}; {picked} picked of {isas} ({why})"),
+        Finding("packed linears", _packed_linears()),
+    ]
+
+
+def _packed_linears() -> str:
+    import torch
+
+    from neo_compile.packed_linear import can_pack, max_few_tokens
+
+    parts = []
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        if not can_pack(torch.ones(2, 2, dtype=dtype)):
+            parts.append(f"{name}: none")
+        elif limit := max_few_tokens(dtype):
+            parts.append(f"{name}: own AVX-512 kernel up to {limit} tokens, oneDNN above")
+        else:
+            parts.append(f"{name}: oneDNN")
+    return "; ".join(parts)
 
 
 def _compiler() -> Finding:

@@ -73,15 +73,26 @@ def load_artifact(source: str) -> Artifact:
 
 @functools.cache
 def _register_lowerings() -> None:
-    """Let Inductor call oneDNN for `neo::packed_linear` itself: the way through Python costs 5 to 10 us a call."""
-    from torch._inductor.ir import TensorBox
+    """Have compiled stages call `packed_linear` as a function: the dispatcher would cost 5 to 10 us a call."""
+    from torch._inductor.ir import ExternKernel, ExternKernelAlloc, FixedLayout, FlexibleLayout, TensorBox
     from torch._inductor.lowering import register_lowering, view
-    from torch._inductor.mkldnn_ir import LinearUnary
     from torch._inductor.utils import sympy_product
+
+    class PackedLinearCall(ExternKernelAlloc):
+        def codegen(self, wrapper: Any) -> None:
+            wrapper.add_import_once("from neo_compile.packed_linear import packed_linear as neo_packed_linear")
+            super().codegen(wrapper)
 
     @register_lowering(torch.ops.neo.packed_linear.default, type_promotion_kind=None)
     def lower_packed_linear(x: Any, packed: Any, bias: Any) -> Any:
         *rows, width = x.get_size()
-        create: Any = LinearUnary.create
-        flat = create(view(x, [sympy_product(rows), width]), packed, bias, "none", [], "")
-        return view(TensorBox.create(flat), [*rows, packed.get_size()[0]])
+        flat = ExternKernel.require_contiguous(ExternKernel.realize_input(view(x, [sympy_product(rows), width])))
+        size = [sympy_product(rows), packed.get_size()[0]]
+        inputs = [flat, packed] if bias is None else [flat, packed, ExternKernel.realize_input(bias)]
+        call = PackedLinearCall(
+            FixedLayout(x.get_device(), x.get_dtype(), size, FlexibleLayout.contiguous_strides(size)),
+            inputs,
+            constant_args=[None] if bias is None else [],
+            python_kernel_name="neo_packed_linear",
+        )
+        return view(TensorBox.create(call), [*rows, size[1]])

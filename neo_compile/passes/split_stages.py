@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from neo_compile.ops import describe_site
 from neo_compile.packed_linear import join_biases, pack_weights
@@ -119,7 +120,8 @@ def split_stages(gm: fx.GraphModule) -> SplitGraph:
     crossing = _crossing(gm.graph, stage_of)
     for node in crossing:
         registers[node] = len(registers)
-    stages = [_stage_graph(gm, segment, registers, crossing) for segment in segments]
+    sizes = _unbacked_sizes(registers)
+    stages = [_stage_graph(gm, segment, registers, crossing, sizes) for segment in segments]
     output = next(node for node in gm.graph.nodes if node.op == "output")
     inputs = tuple(registers.get(node) for node in gm.graph.nodes if node.op == "placeholder")
     sites = [_site_call(node, index, registers) for index, node in enumerate(site_nodes)]
@@ -182,11 +184,31 @@ def _crossing(graph: fx.Graph, stage_of: dict[fx.Node, int]) -> list[fx.Node]:
     return [node for node, stage in stage_of.items() if any(stage_of.get(user, -1) != stage for user in node.users)]
 
 
+def _unbacked_sizes(registers: dict[fx.Node, int]) -> dict[Any, fx.Node]:
+    """The graph input that holds each unbacked size."""
+    values = {node: node.meta.get("example_value") for node in registers if node.op == "placeholder"}
+    return {
+        value.node.expr: node
+        for node, value in values.items()
+        if isinstance(value, torch.SymInt) and value.node.expr in free_unbacked_symbols(value)
+    }
+
+
 def _stage_graph(
-    gm: fx.GraphModule, segment: list[fx.Node], registers: dict[fx.Node, int], crossing: list[fx.Node]
+    gm: fx.GraphModule,
+    segment: list[fx.Node],
+    registers: dict[fx.Node, int],
+    crossing: list[fx.Node],
+    sizes: dict[Any, fx.Node],
 ) -> StageGraph:
     members = set(segment)
     outer = dict.fromkeys(node for member in segment for node in member.all_input_nodes if node not in members)
+    # Inductor of torch 2.14 does not read an unbacked size off a tensor: it wants each as an input of its own.
+    for node in list(outer):
+        tensor = node.meta["example_value"]
+        if isinstance(tensor, torch.Tensor):
+            symbols = sorted(free_unbacked_symbols(tensor), key=str)
+            outer.update(dict.fromkeys(sizes[symbol] for symbol in symbols if symbol in sizes))
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for index, node in enumerate(outer):

@@ -2,6 +2,7 @@
 
     plain      F.linear, as eager stages run it
     packed     neo::packed_linear in a compiled stage: the weight is an input, equal layers share the code
+    onednn     oneDNN's product with the same packed weights
     frozen     Inductor with constant weights: packed too, but nothing can be shared
 
 Ids are dtype-outxin-tokens-impl. A call works through more weights than the last-level cache can hold; extra_info has
@@ -30,7 +31,7 @@ NUM_THREADS = len(_native.usable_cpus())
 COLD_BYTES = 4 * last_level_cache_bytes()
 # out x in: SmolLM2's fused q, k, v and gate, up; a 7B model's output projection.
 SHAPES = [(960, 576), (3072, 576), (4096, 4096)]
-TOKENS = (1, 8, 32)
+TOKENS = (1, 8, 16, 32)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -79,6 +80,15 @@ def packed(layers: Layers, x: torch.Tensor) -> Callable[[], object]:
     return lambda: [artifact.function([x, weight]) for weight in weights]
 
 
+def onednn(layers: Layers, x: torch.Tensor) -> Callable[[], object]:
+    """All layers, called one by one."""
+    if not can_pack(layers.layers[0].weight):
+        pytest.skip(f"oneDNN packs no {x.dtype} here")
+    weights = [torch.ops.neo.pack_weights.default([layer.weight], False) for layer in layers.layers]
+    function = torch.ops.mkldnn._linear_pointwise.default
+    return lambda: [function(x, weight, None, "none", [], "") for weight in weights]
+
+
 def frozen(layers: Layers, x: torch.Tensor) -> Callable[[], object]:
     """All layers in one graph with constant weights."""
     function = torch.compile(lambda x: [layer(x) for layer in layers.layers], options={"freezing": True})
@@ -99,7 +109,7 @@ def _with_packed_input(gm: fx.GraphModule) -> tuple[fx.GraphModule, list[Any]]:
 CASES = [(shape, dtype) for dtype in DTYPES for shape in SHAPES]
 
 
-@pytest.mark.parametrize("impl", [plain, packed, frozen], ids=lambda impl: impl.__name__)
+@pytest.mark.parametrize("impl", [plain, packed, onednn, frozen], ids=lambda impl: impl.__name__)
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize(
     "layers",
