@@ -15,6 +15,7 @@ from neo_compile.app.cli import main
 from neo_compile.app.simulate.figures import BASELINES, FIGURES, HOST_ONLY, NEO, QUICK, Study
 from neo_compile.app.simulate.load import lengths_around, metrics_of, simulate
 from neo_compile.app.simulate.setups import SETUPS
+from neo_compile.runtime.cost_tables import TableCostModel
 
 
 def gain(setup, lengths, system=NEO) -> float:
@@ -161,6 +162,29 @@ def test_the_figure_command(tmp_path, monkeypatch, capsys):
     assert {row["figure"] for row in json.loads(path.read_text())["rows"]} == {"kv-budget"}
 
 
+PROFILE_KEY = {"block_size": 8, "cache_dtype": "torch.float32", "cpu": "some CPU", "device": "emulated"}
+
+
+def test_a_measured_profile(tmp_path, capsys):
+    key = {**PROFILE_KEY, "device_threads": 1, "host_threads": 3, "model": "tiny"}
+    tables = {
+        "linear": {"tokens": [1, 1000], "ms": [1.0, 1000.0]},
+        "prefill_attention": {"tokens": [1, 1000], "starts": [0, 1000], "ms": [[0.0, 0.0], [0.0, 0.0]]},
+        "device_decode": {"requests": [1, 100], "kv_tokens": [1, 1000], "ms": [[0.0, 0.0], [0.0, 0.0]]},
+        "host_attention": {"requests": [1, 100], "kv_tokens": [1, 1000], "ms": [[0.0, 0.0], [0.0, 0.0]]},
+        "swap": {"blocks": [1, 100], "ms": [0.0, 0.0]},
+    }
+    profile, result = tmp_path / "costs.json", tmp_path / "result.json"
+    profile.write_text(TableCostModel(tables, num_layers=2, key=key).to_json())
+    command = "simulate --input-len 10 --output-len 5 --num-requests 1 --policy device-only --device-tokens 64"
+    assert main([*command.split(), "--host-tokens", "64", "--profile", str(profile), "--json", str(result)]) == 0
+    output = capsys.readouterr().out
+    assert "tiny, float32, some CPU, 1 cores as the device, 3 as the host: 64 device tokens" in output
+    (row,) = json.loads(result.read_text())["rows"]
+    assert row["mean_ttft_ms"] == pytest.approx(2 * 10)  # two layers, a millisecond a token
+    assert row["mean_tpot_ms"] == pytest.approx(2 * 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -175,6 +199,13 @@ def test_the_figure_command(tmp_path, monkeypatch, capsys):
         ("--set scheduler.magic=1", "magic"),
         ("--set device.kind=auto", "device"),
         ("--set prefill_pace=1", "CONFIG.NAME=VALUE"),
+        ("--profile costs.json", "--device-tokens"),
+        ("--profile costs.json --device-tokens 64", "--host-tokens"),
+        ("--profile costs.json --setup t4", "--setup"),
+        ("--profile costs.json --device-tokens 64 --host-tokens 64 --host-gbps 9", "--host-gbps"),
+        ("--profile /absent/costs.json --device-tokens 64 --host-tokens 64", "/absent/costs.json"),
+        ("--profile README.md --device-tokens 64 --host-tokens 64", "README.md"),
+        ("--figure kv-budget --profile costs.json", "--profile"),
     ],
 )
 def test_bad_options(options, message, capsys):

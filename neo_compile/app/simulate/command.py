@@ -15,7 +15,7 @@ from neo_compile.app.options import add_settings_option, parse_settings
 from neo_compile.app.progress import StatusLine
 from neo_compile.app.simulate.figures import FIGURES, FULL, QUICK, Row
 from neo_compile.app.simulate.load import metrics_of, simulate
-from neo_compile.app.simulate.setups import SETUPS, Setup, find_setup
+from neo_compile.app.simulate.setups import SETUPS, Machine, find_setup, read_profile
 from neo_compile.app.tables import format_table
 from neo_compile.errors import ConfigError
 
@@ -29,11 +29,12 @@ OVERRIDES = {
     "link_gbps": (float, "at which KV moves between the tiers"),
     "launch_ms": (float, "what a layer's host attention costs beside the attention"),
 }
+CACHE_SIZES = ("device_tokens", "host_tokens")
 
 DESCRIPTION = """\
 Serve a load on a virtual clock: the engine's own scheduler decides every iteration, a cost model says how long it
 takes. No model is loaded, and thousands of requests take seconds. What is said here of a GPU is as good as the cost
-model: a handful of effective rates (see --setup), no contention, no noise.
+model: a handful of effective rates (see --setup), no contention, no noise. --profile takes measured tables instead.
 
 --figure draws the paper's figures beside what the paper published. Gains are over the best of device-only's three
 answers to a full cache, which is more than the paper's own baseline on a T4 can do; they are of whole runs."""
@@ -43,6 +44,7 @@ examples:
   neo simulate                                               a T4 with the OSC trace, all requests at once
   neo simulate --trace azure-code --setup a10g-16xlarge --request-rate 1.5
   neo simulate --input-len 1000 --output-len 200 --setup h100 --host-gbps 200
+  neo simulate --profile ~/.cache/neo_compile/costs/NAME.full.json --device-tokens 864 --host-tokens 16000
   neo simulate --figure cpu-sensitivity                      a minute
   neo simulate --figure all --json figures.json && neo plot figures.json"""
 
@@ -68,8 +70,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--policy", metavar="NAMES", help=f"{SYSTEMS_HELP} (not simulated). Default: {DEFAULT_POLICIES}"
     )
-    setup = parser.add_argument_group("machine and model", "One of the paper's, with any of its figures replaced.")
+    setup = parser.add_argument_group(
+        "machine and model", "One of the paper's, with any of its figures replaced; or one that was measured."
+    )
     setup.add_argument("--setup", metavar="NAME", help=f"{', '.join(SETUPS)} (default: {DEFAULT_SETUP})")
+    setup.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="cost tables of `neo profile` (`neo doctor` lists them), with --device-tokens and --host-tokens",
+    )
     for name, (kind, text) in OVERRIDES.items():
         setup.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
     add_settings_option(parser, ("scheduler",))
@@ -89,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _figure_rows(args: argparse.Namespace, status: StatusLine) -> list[Row]:
     names = list(FIGURES) if args.figure == "all" else [args.figure]
-    for name in ("trace", "input_len", "output_len", "request_rate", "policy", "setup", *OVERRIDES):
+    for name in ("trace", "input_len", "output_len", "request_rate", "policy", "setup", "profile", *OVERRIDES):
         if getattr(args, name) is not None:
             raise ConfigError(
                 f"a figure has its own loads, policies and machines: leave out --{name.replace('_', '-')}"
@@ -124,18 +133,18 @@ def _text(value: float | None, digits: int = 2) -> str:
 
 
 def _load_rows(args: argparse.Namespace, status: StatusLine) -> list[Row]:
-    systems, setup, lengths = parse_systems(args.policy or DEFAULT_POLICIES), _setup(args), read_load(args)
+    systems, machine, lengths = parse_systems(args.policy or DEFAULT_POLICIES), _machine(args), read_load(args)
     if args.request_rate is not None and args.request_rate <= 0:
         raise ConfigError(f"--request-rate {args.request_rate} must be positive")
     arrivals = poisson_arrivals(len(lengths), args.request_rate, args.seed) if args.request_rate else None
     options = parse_settings(args.set, ("scheduler",))["scheduler"]
     rows = []
     for system in systems:
-        status.announce(f"{system.name} on {setup.title}")
-        rows.append({"policy": system.name, **metrics_of(simulate(setup, system, lengths, arrivals, **options))})
+        status.announce(f"{system.name} on {machine.title}")
+        rows.append({"policy": system.name, **metrics_of(simulate(machine, system, lengths, arrivals, **options))})
     status.clear()
     arriving = f"{args.request_rate:g} a second" if args.request_rate else "all at once"
-    print(f"{setup.title}: {setup.device_tokens} device tokens, {setup.host_tokens} host tokens.")
+    print(f"{machine.title}: {machine.device_tokens} device tokens, {machine.host_tokens} host tokens.")
     print(f"{len(lengths)} requests, {describe_load(args)}, {arriving}.\n")
     print(_load_table(rows))
     return rows
@@ -163,9 +172,16 @@ def _load_table(rows: Sequence[Row]) -> str:
     return format_table((*headers, "swaps", "preempted", "iterations", "pipelined"), cells)
 
 
-def _setup(args: argparse.Namespace) -> Setup:
+def _machine(args: argparse.Namespace) -> Machine:
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
     for name, value in given.items():
         if value < 0 or (value == 0 and name != "launch_ms"):
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive")
-    return replace(find_setup(args.setup or DEFAULT_SETUP), **given)
+    if args.profile is None:
+        return replace(find_setup(args.setup or DEFAULT_SETUP), **given)
+    measured = [name for name in ("setup", *OVERRIDES) if name not in CACHE_SIZES and getattr(args, name) is not None]
+    if measured:
+        raise ConfigError(f"--profile has measured costs: leave out --{measured[0].replace('_', '-')}")
+    if given.keys() != set(CACHE_SIZES):
+        raise ConfigError("--profile says nothing of the caches: give --device-tokens and --host-tokens")
+    return read_profile(Path(args.profile).expanduser(), **given)

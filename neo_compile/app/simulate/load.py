@@ -9,7 +9,7 @@ from typing import Any
 from neo_compile.app.bench.serving_metrics import RequestTimes, serving_metrics
 from neo_compile.app.bench.systems import System
 from neo_compile.app.bench.traces import Lengths
-from neo_compile.app.simulate.setups import Setup
+from neo_compile.app.simulate.setups import Machine
 from neo_compile.app.simulate.virtual import VirtualEngine, VirtualRun
 from neo_compile.errors import ConfigError
 from neo_compile.runtime.request import Request
@@ -17,7 +17,11 @@ from neo_compile.runtime.scheduler_config import SchedulerConfig
 
 
 def simulate(
-    setup: Setup, system: System, lengths: Sequence[Lengths], arrivals_s: Sequence[float] | None = None, **options: Any
+    machine: Machine,
+    system: System,
+    lengths: Sequence[Lengths],
+    arrivals_s: Sequence[float] | None = None,
+    **options: Any,
 ) -> VirtualRun:
     """Serve requests of these lengths to the end.
 
@@ -30,16 +34,16 @@ def simulate(
         ConfigError: `system` needs what only a real machine has.
     """
     if system.has_all_cores:
-        raise ConfigError(f"{system.name!r} cannot be simulated: a set-up's device has no cores to share")
-    device_blocks, host_blocks = setup.device_blocks, setup.host_blocks
+        raise ConfigError(f"{system.name!r} cannot be simulated: a simulated device has no cores to share")
+    device_blocks, host_blocks = machine.device_blocks, machine.host_blocks
     if system.is_unlimited:
-        device_blocks = sum(-(-sum(each) // setup.block_size) for each in lengths) + len(lengths)
+        device_blocks = sum(-(-sum(each) // machine.block_size) for each in lengths) + len(lengths)
     engine = VirtualEngine(
         SchedulerConfig(policy=system.policy, full_cache=system.full_cache, **options),
-        setup.cost_model(),
+        machine.cost_model(),
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        block_size=setup.block_size,
+        block_size=machine.block_size,
     )
     requests = [Request(str(i), [0] * each.prompt_tokens, each.output_tokens) for i, each in enumerate(lengths)]
     return engine.run(requests, None if arrivals_s is None else [1e3 * seconds for seconds in arrivals_s])

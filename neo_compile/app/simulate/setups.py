@@ -1,4 +1,4 @@
-"""The machines and models of the paper's figures, as a few effective rates.
+"""Machines and models to simulate: the paper's, as a few effective rates, and any that `neo profile` measured.
 
 Linear stages read the weights (`weights_ms`, flat up to `knee_tokens`) and then cost `ms_per_token`; attention reads KV
 at the rate of the tier that holds it. Rates are what such hardware reaches, not what its data sheet says: the host's
@@ -8,13 +8,39 @@ are those under which the published gains can be understood at all (24 / 22 / 45
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from neo_compile.errors import ConfigError
-from neo_compile.runtime.cost_model import AnalyticCostModel
+from neo_compile.runtime.cost_model import AnalyticCostModel, CostModel
+from neo_compile.runtime.cost_tables import TableCostModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class Machine:
+    """What a load is simulated on. `device_tokens` and `host_tokens` are the sizes of the two caches."""
+
+    title: str
+    device_tokens: int
+    host_tokens: int
+    block_size: int = 16
+
+    def cost_model(self) -> CostModel:
+        """A cost model that no run has corrected yet."""
+        raise NotImplementedError
+
+    @property
+    def device_blocks(self) -> int:
+        """Of the device cache."""
+        return self.device_tokens // self.block_size
+
+    @property
+    def host_blocks(self) -> int:
+        """Of the host cache."""
+        return self.host_tokens // self.block_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup(Machine):
     """A device beside its host, serving one model.
 
     Attributes:
@@ -26,10 +52,8 @@ class Setup:
         device_gbps, host_gbps: at which decode attention reads KV in either tier.
         link_gbps: at which KV moves between the tiers.
         launch_ms: what a layer's host attention costs beside the attention.
-        device_tokens, host_tokens: sizes of the two caches.
     """
 
-    title: str
     num_layers: int
     weights_ms: float
     knee_tokens: int
@@ -40,9 +64,6 @@ class Setup:
     host_gbps: float
     link_gbps: float
     launch_ms: float
-    device_tokens: int
-    host_tokens: int
-    block_size: int = 16
 
     def cost_model(self, **changes: float) -> AnalyticCostModel:
         """Costs per layer; `changes` replace parameters of `AnalyticCostModel`."""
@@ -59,15 +80,15 @@ class Setup:
         }
         return AnalyticCostModel(**(parameters | changes))  # type: ignore[arg-type]
 
-    @property
-    def device_blocks(self) -> int:
-        """Of the device cache."""
-        return self.device_tokens // self.block_size
 
-    @property
-    def host_blocks(self) -> int:
-        """Of the host cache."""
-        return self.host_tokens // self.block_size
+@dataclass(frozen=True, kw_only=True)
+class ProfiledMachine(Machine):
+    """A machine and model that `neo profile` measured; `tables` is the text of its file."""
+
+    tables: str
+
+    def cost_model(self) -> TableCostModel:
+        return TableCostModel.from_json(self.tables)
 
 
 _T4 = Setup(
@@ -131,3 +152,24 @@ def find_setup(name: str) -> Setup:
     if name not in SETUPS:
         raise ConfigError.unknown("set-up", name, tuple(SETUPS))
     return SETUPS[name]
+
+
+def read_profile(path: Path, *, device_tokens: int, host_tokens: int) -> ProfiledMachine:
+    """The machine and model whose cost tables `path` holds, with caches of these sizes.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no cost tables of this version.
+    """
+    try:
+        tables = path.read_text(encoding="utf-8")
+        key = TableCostModel.from_json(tables).key
+        cores = f"{key['device_threads']} cores as the device, {key['host_threads']} as the host"
+        return ProfiledMachine(
+            title=f"{key['model']}, {key['cache_dtype'].removeprefix('torch.')}, {key['cpu']}, {cores}",
+            device_tokens=device_tokens,
+            host_tokens=host_tokens,
+            block_size=key["block_size"],
+            tables=tables,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} has no cost tables that can be used ({type(error).__name__}: {error})") from error
