@@ -17,7 +17,6 @@ namespace {
 constexpr int kVectors = 4;       // of 16 outputs
 constexpr int kMaxGroup = 6;      // tokens at a time: 24 of the 32 registers hold sums
 constexpr int kChunkSteps = 512;  // 128 KiB
-constexpr int kAhead = 2048;      // bytes from a load to the prefetch into L2
 
 #ifdef NEO_LINEAR_BF16
 using Element = uint16_t;
@@ -56,8 +55,7 @@ inline void store(Element* y, __m512 sums, __mmask16 mask) { _mm512_mask_storeu_
 // sums [tokens, 64] += W x over num_steps steps. kUnroll sums of each output side by side: few tokens alone would wait
 // for the latency of their own FMAs.
 template <int kTokens, int kUnroll>
-void add_products(const char* weights, const Element* x, int64_t x_stride, int64_t num_steps, bool from_memory,
-                  float* sums) {
+void add_products(const char* weights, const Element* x, int64_t x_stride, int64_t num_steps, float* sums) {
   __m512 sum[kUnroll][kTokens][kVectors];
 #pragma GCC unroll 4
   for (int u = 0; u < kUnroll; ++u)
@@ -68,9 +66,6 @@ void add_products(const char* weights, const Element* x, int64_t x_stride, int64
 
   const auto add_step = [&](int64_t step, int u) __attribute__((always_inline)) {
     const char* line = weights + step * kStepBytes;
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      if (from_memory) _mm_prefetch(line + kAhead + v * 64, _MM_HINT_T1);
     decltype(load_weights(line)) w[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) w[v] = load_weights(line + v * 64);
@@ -103,8 +98,8 @@ inline __mmask16 first_lanes(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1);
 }
 
-using AddFn = void (*)(const char*, const Element*, int64_t, int64_t, bool, float*);
-constexpr AddFn kAdd[kMaxGroup] = {add_products<1, 4>, add_products<2, 2>, add_products<3, 2>,
+using AddFn = void (*)(const char*, const Element*, int64_t, int64_t, float*);
+constexpr AddFn kAdd[kMaxGroup] = {add_products<1, 2>, add_products<2, 2>, add_products<3, 2>,
                                    add_products<4, 1>, add_products<5, 1>, add_products<6, 1>};
 
 void run_block(const PackedLinear& linear, const LinearCall& call, int64_t block) {
@@ -127,7 +122,7 @@ void run_block(const PackedLinear& linear, const LinearCall& call, int64_t block
       const int64_t steps = num_steps - step < kChunkSteps ? num_steps - step : kChunkSteps;
       const int begin = num_tokens * group / num_groups, end = num_tokens * (group + 1) / num_groups;
       kAdd[end - begin - 1](weights + step * kStepBytes, x + begin * linear.num_inputs + step * kStepInputs,
-                            linear.num_inputs, steps, group == 0, sums + begin * kBlockOutputs);
+                            linear.num_inputs, steps, sums + begin * kBlockOutputs);
     }
   for (int t = 0; t < num_tokens; ++t)
     for (int v = 0; v < kVectors; ++v)
