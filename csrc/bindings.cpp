@@ -16,8 +16,8 @@
 #include "attention_plan.h"
 #include "attention_work.h"
 #include "clock.h"
+#include "contents_hash.h"
 #include "copy_work.h"
-#include "hash_words.h"
 #include "kernel.h"
 #include "packed_linear.h"
 #include "slowed_work.h"
@@ -271,6 +271,13 @@ PYBIND11_MODULE(_C, m) {
         return neo::hash_words(pointer<const std::int64_t>(addresses), count);
       },
       "A hash of the aligned 8 bytes around each of `count` int64 addresses");
+  m.def(
+      "checksum",
+      [](std::uintptr_t data, std::int64_t num_bytes, int num_threads) {
+        const py::gil_scoped_release release;
+        return neo::checksum(pointer<const void>(data), num_bytes, num_threads);
+      },
+      "A hash of all bytes");
   m.def("steady_ns", &neo::steady_ns, "The clock of tickets, in ns");
 
   m.attr("max_linear_tokens") = neo::kMaxLinearTokens;

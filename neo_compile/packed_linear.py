@@ -66,7 +66,8 @@ def pack_weights(weights: Sequence[torch.Tensor], transposed: bool) -> torch.Ten
     key = (transposed, *map(id, weights))
     shared = _shared.get(key)
     packed = shared.packed() if shared else None
-    if shared is None or packed is None or not all(map(TensorState.is_of, shared.sources, weights)):
+    states = tuple(map(TensorState.of, weights))
+    if shared is None or packed is None or not all(map(TensorState.is_same, shared.sources, states)):
         with torch.no_grad():
             parts = [weight.detach().t() if transposed else weight.detach() for weight in weights]
             weight = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -78,7 +79,7 @@ def pack_weights(weights: Sequence[torch.Tensor], transposed: bool) -> torch.Ten
 
         assert packed is not None
         packed.few_tokens = _few_tokens(packed, weight)
-        _shared[key] = _Shared(tuple(map(TensorState.of, weights)), weakref.ref(packed, forget))
+        _shared[key] = _Shared(states, weakref.ref(packed, forget))
     return packed
 
 

@@ -1,12 +1,14 @@
 """What a program reads besides a run's inputs: its parameters, and what is made of them once (packed weights).
 
 Stages read parameters by reference. New contents are seen by themselves; what is derived from a parameter is made
-again when its contents change. Compiled stages do not look at dtypes and strides, so a parameter that was converted
-under a captured program (`model.to(...)` keeps the objects) is an error here, not a wrong result there.
+again when its contents change. Every run looks at versions, addresses and a few elements; when these differ, and
+after `recheck`, all elements are compared. Compiled stages do not look at dtypes and strides, so a parameter that was
+converted under a captured program (`model.to(...)` keeps the objects) is an error here, not a wrong result there.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,9 +67,18 @@ class Parameters:
                 is_current = False
                 break
         if not is_current or self._samples.hash() != self._sample_hash:
-            self._renew(registers)
+            self._is_new = False
+            try:
+                self._renew(registers)
+            except BaseException:
+                self._is_new = True
+                raise
         for register, value in self._values:
             registers[register] = value
+
+    def recheck(self) -> None:
+        """Compare every parameter that something is derived from, whole, in the next run."""
+        self._is_new = True
 
     def _renew(self, registers: list[Any]) -> None:
         for register, layout in self._layouts.items():
@@ -76,18 +87,23 @@ class Parameters:
                 raise ConfigError(f"a parameter was {then} when the model was captured and is {now}: capture it again")
         values = dict(self._values)
         self._values = []
+        states = {register: TensorState.of(registers[register]) for register in self._sources}
         for call in self._derived:
-            sources = [registers[register] for register in call.inputs]
             is_same = call.output in values and all(
-                register in self._states and self._states[register].is_of(source)
-                for register, source in zip(call.inputs, sources, strict=True)
+                register in self._states and self._states[register].is_same(states[register])
+                for register in call.inputs
             )
+            sources = [registers[register] for register in call.inputs]
             self._values.append((call.output, values[call.output] if is_same else call.function(sources)))
-        self._states = {register: TensorState.of(registers[register]) for register in self._watched}
-        self._seen = [(register, s.reference, s.version, s.address) for register, s in self._states.items()]
+        self._states = states
+        self._seen = [(register, *_identity(registers[register])) for register in self._watched]
         self._samples = Samples(registers[register] for register in self._sources)
         self._sample_hash = self._samples.hash()
-        self._is_new = False
+
+
+def _identity(tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int | None, int]:
+    """The object, its version (inference tensors have none) and its address."""
+    return weakref.ref(tensor), None if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:

@@ -155,6 +155,10 @@ class StagedModel:
         kinds = {stage.artifact.kind for stage in self.program.stages if stage.artifact}
         return "inductor" if kinds == {"inductor"} else "eager"
 
+    def recheck(self) -> None:
+        """Compare every packed weight's source, whole, in the next run: for writes that only touch parts of it."""
+        self._parameters.recheck()
+
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Results on `args`, the program's inputs in order; attention is computed on the tensors given."""
         handler = active_handler()

@@ -1,7 +1,8 @@
-"""Noticing that a tensor's contents have changed, without reading all of them.
+"""Noticing that a tensor's contents have changed.
 
 Writes through the tensor count its version up and `tensor.data = other` moves its address, but `tensor.data.add_(x)`
-does neither; that is how adapters are merged into weights. A hash of a few elements is compared for that.
+does neither; that is how adapters are merged into weights. `Samples` hashes a few elements of each weight, which costs
+next to nothing in every run and notices dense changes; `TensorState` hashes all of them, at the cost of reading them.
 """
 
 from __future__ import annotations
@@ -38,27 +39,34 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """Identifies the contents of a tensor."""
+    """Identifies the contents of a tensor: all of them on the CPU, elsewhere its object, version and address."""
 
     reference: weakref.ref[torch.Tensor]
     version: int | None
     address: int
-    sample: int
+    checksum: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorState:
-        """The present state of `tensor`. Inference tensors count no versions."""
+        """The present state of `tensor`, which is read. Inference tensors count no versions."""
         version = None if tensor.is_inference() else tensor._version
-        return cls(weakref.ref(tensor), version, tensor.data_ptr(), Samples([tensor]).hash())
+        return cls(weakref.ref(tensor), version, tensor.data_ptr(), _checksum(tensor))
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is the same object with, as far as one can tell, the same contents."""
-        return (
-            self.reference() is tensor
-            and (self.version is None or tensor._version == self.version)
-            and tensor.data_ptr() == self.address
-            and Samples([tensor]).hash() == self.sample
+    def is_same(self, other: TensorState) -> bool:
+        """Whether both are of the same object with the same contents."""
+        return self.reference() is other.reference() and (self.version, self.address, self.checksum) == (
+            other.version,
+            other.address,
+            other.checksum,
         )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of the memory from the first to the last element; 0 if it is not the CPU's."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return 0
+    num_elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _C.checksum(tensor.data_ptr(), num_elements * tensor.element_size(), torch.get_num_threads())
 
 
 def _diagonal_sample(tensor: torch.Tensor) -> torch.Tensor:

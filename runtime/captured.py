@@ -18,7 +18,8 @@ _captured: WeakKeyDictionary[torch.nn.Module, dict[_Key, StagedModel]] = WeakKey
 def captured_model(model: torch.nn.Module, stages: StageKind, num_threads: int) -> StagedModel:
     """The staged form of `model`, captured now or by an earlier engine.
 
-    A staged model reads parameters and buffers by reference, so new values are seen; whatever changes
+    A staged model reads parameters and buffers by reference, so new values are seen, and what it derived of them is
+    compared with them in its next run; whatever changes
     `contents_key` is a new capture, and the old ones are let go.
 
     Raises:
@@ -31,6 +32,7 @@ def captured_model(model: torch.nn.Module, stages: StageKind, num_threads: int) 
         for old in [old for old in captures if old[-1] != contents]:
             del captures[old]  # it would keep replaced weights alive
         captures[key] = capture(model, stages=stages, num_threads=num_threads)
+    captures[key].recheck()
     return captures[key]
 
 

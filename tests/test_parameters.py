@@ -91,3 +91,46 @@ def test_not_a_number_is_no_change() -> None:
     for _ in range(2):
         parameters.load([a, None, None])
     assert calls == [0]
+
+
+def test_a_write_to_a_part_is_seen_by_a_recheck() -> None:
+    calls: list[int] = []
+    a, b = torch.nn.Parameter(torch.randn(64, 96)), torch.randn(64, 96)
+    parameters = Parameters({0: a, 1: b}, [doubled(calls, 0), doubled(calls, 1)])
+    registers = [a, b, None, None]
+    parameters.load(registers)
+    a.data[1:3] = 0  # the elements that every run looks at are others
+    parameters.recheck()
+    parameters.load(registers)
+    assert calls == [0, 1, 0]
+    assert torch.equal(registers[2], a * 2)
+    parameters.recheck()
+    parameters.load(registers)
+    assert calls == [0, 1, 0]
+
+
+def test_parts_written_beside_a_change_that_is_noticed() -> None:
+    calls: list[int] = []
+    a, b = torch.nn.Parameter(torch.randn(64, 96)), torch.randn(64, 96)
+    parameters = Parameters({0: a, 1: b}, [doubled(calls, 0), doubled(calls, 1)])
+    registers = [a, b, None, None]
+    parameters.load(registers)
+    a.data[1:3] = 0
+    b.add_(1)
+    parameters.load(registers)
+    assert torch.equal(registers[2], a * 2)
+    assert torch.equal(registers[3], b * 2)
+
+
+def test_converted_parameters_stay_an_error_until_they_are_back() -> None:
+    a = torch.nn.Parameter(torch.ones(3))
+    parameters, before = Parameters({0: a}, [doubled([], 0)]), a.data
+    parameters.load([a, None, None])
+    a.data = torch.ones(6)[::2]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="capture it again"):
+            parameters.load([a, None, None])
+    a.data = before
+    registers = [a, None, None]
+    parameters.load(registers)
+    assert torch.equal(registers[2], a * 2)

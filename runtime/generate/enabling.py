@@ -240,7 +240,7 @@ class EnabledModel:
         """The captured model, captured anew where the parameters have changed.
 
         Args:
-            is_first: no cache of ours comes with the call; only then the parameters are looked at.
+            is_first: no cache of ours comes with the call; only then the parameters are looked at, all of them.
         """
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._model.parameters()):
             raise CannotServeError("gradients are needed (call it under torch.no_grad())")
@@ -254,6 +254,8 @@ class EnabledModel:
                 raise CannotServeError("modules have forward hooks")
             if self._key != contents_key(self._model) and self._unsupported != "the model was disabled":
                 self._capture()
+            elif self._serving is not None:
+                self._serving.staged.recheck()
         if self._serving is None or self._form is None:
             raise CannotServeError(self._unsupported or "the model was disabled")
         return self._serving, self._form

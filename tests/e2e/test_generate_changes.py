@@ -12,6 +12,7 @@ import torch
 
 import neo_compile
 from neo_compile.runtime.generate.enabling import CUSTOM_GENERATE, EnabledModel, serving_options
+from tests.helpers.engines import greedy, hf_greedy, make_engine
 from tests.helpers.generation import ONE_THREAD, enable_one_tier, enable_tiers, left_padded, pair
 
 PROMPTS = left_padded([9, 4])
@@ -63,6 +64,35 @@ def test_buffers_modules_and_shapes_that_change_are_captured_anew():
             torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
             stats = neo_compile.stats(model)
             assert (stats.num_captures, stats.num_fallbacks) == (num_captures, 0)
+
+
+@torch.no_grad()
+def test_parts_of_weights_written_past_their_version():
+    """Rows are pruned, then the smallest weights; an engine made afterwards shares the capture."""
+
+    def prune_rows(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data[9:16] = 0
+
+    def prune_smallest(model: Any) -> None:
+        for layer in model.model.layers:
+            weight = layer.mlp.down_proj.weight.data
+            weight[weight.abs() < weight.abs().median() / 2] = 0
+
+    model, eager = pair()
+    with enable_one_tier(model):
+        before = model(IDS).logits
+        for change in (prune_rows, prune_smallest):
+            for changed in (model, eager):
+                change(changed)
+            expected = eager(IDS).logits
+            assert (before - expected).abs().max() > 1e-2
+            torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+            before = expected
+            prompt = IDS[0].tolist()
+            with make_engine(model) as engine:
+                assert engine.generate([prompt], greedy(8))[0].token_ids == hf_greedy(eager, prompt, 8)
+        assert neo_compile.stats(model).num_captures == 1
 
 
 def test_enabled_in_inference_mode_and_used_outside():
