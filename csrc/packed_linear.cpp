@@ -7,9 +7,14 @@ namespace neo {
 namespace {
 
 #ifdef NEO_PACKED_LINEAR
+bool has_avx512() {  // all that NEO_AVX512 in CMakeLists.txt allows the compiler
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
 LinearBlockFn block_function(int dtype) {
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl"))
-    return nullptr;
+  if (!has_avx512()) return nullptr;
   if (dtype == NEO_F32) return linear_block_f32;
 #ifdef NEO_AVX512_BF16
   if (dtype == NEO_BF16 && __builtin_cpu_supports("avx512bf16")) return linear_block_bf16;
