@@ -39,7 +39,8 @@ class Engine:
     """Serves a Hugging Face causal language model with its KV cache in two tiers.
 
     Args:
-        model: in eval mode on the CPU, dtype float32, float16 or bfloat16.
+        model: in eval mode on the CPU, dtype float32, float16 or bfloat16. Its parameters may get new values; once they
+            are replaced, requests are refused.
         tokenizer: needed for string prompts, texts and stop strings.
         cache: sizes of the two tiers.
         scheduler: policy and budgets.
@@ -83,24 +84,14 @@ class Engine:
             The request's id; its outputs come out of `step()`.
 
         Raises:
-            ConfigError: an empty prompt, a token id outside the vocabulary, an id already in use, a string or stop
-                strings without a tokenizer.
+            ConfigError: an empty prompt, a token id outside the vocabulary, an id already in use (until its last output
+                is taken), a string or stop strings without a tokenizer; the model's parameters were replaced.
             CapacityError: prompt and one token fit neither the model's context nor the larger tier.
         """
-        params = params or SamplingParams()
         with self._lock:
             self._check_open()
-            token_ids = read_prompt(prompt, self._tokenizer, self._core.info)
-            if params.stop and self._tokenizer is None:
-                raise ConfigError("SamplingParams.stop needs a tokenizer: pass Engine(tokenizer=...)")
-            output_id = self._new_id() if request_id is None else request_id
-            if output_id in self._core.sessions:
-                raise ConfigError(f"request id {output_id!r} is in use: choose another, or none")
-            sessions = [self._session(output_id, index, token_ids, params) for index in range(params.n)]
-            if any(self._core.scheduler.queues.find(session.request.request_id) for session in sessions):
-                raise ConfigError(f"request id {output_id!r} is in use (ID#INDEX names an output): choose another")
-            self._core.add(output_id, sessions)
-            return output_id
+            self._core.check_model()
+            return self._add(prompt, params or SamplingParams(), request_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration; the cumulative outputs of the requests that changed.
@@ -118,6 +109,9 @@ class Engine:
         """Serve `prompts` to the end; outputs in their order (`n` per prompt).
 
         A prompt that is refused, or fails, gives an output with `finish_reason` "error"; the others go on.
+
+        Raises:
+            ConfigError: the model's parameters were replaced, or the engine is closed.
         """
         prompt_list = as_prompt_list(prompts)
         params_list = as_params_list(params, len(prompt_list))
@@ -224,7 +218,24 @@ class Engine:
             raise ConfigError("this engine is closed: make another one")
 
     def _new_id(self) -> str:
-        return next(name for name in map(str, self._ids) if name not in self._core.sessions)
+        return next(name for name in map(str, self._ids) if not self._core.is_in_use(name))
+
+    def _add(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> str:
+        """Queue a prompt; errors are `add_request`'s."""
+        token_ids = read_prompt(prompt, self._tokenizer, self._core.info)
+        if params.stop and self._tokenizer is None:
+            raise ConfigError("SamplingParams.stop needs a tokenizer: pass Engine(tokenizer=...)")
+        output_id = self._new_id() if request_id is None else request_id
+        if self._core.is_in_use(output_id):
+            raise ConfigError(
+                f"request id {output_id!r} is in use until its last output is taken: take it with step(), "
+                "or choose another id, or none"
+            )
+        sessions = [self._session(output_id, index, token_ids, params) for index in range(params.n)]
+        if any(self._core.scheduler.queues.find(session.request.request_id) for session in sessions):
+            raise ConfigError(f"request id {output_id!r} is in use (ID#INDEX names an output): choose another")
+        self._core.add(output_id, sessions)
+        return output_id
 
     def _session(self, output_id: str, index: int, token_ids: list[int], params: SamplingParams) -> Session:
         request = Request(
@@ -246,15 +257,16 @@ class Engine:
         """Queue one of `generate`'s prompts; the keys of its outputs. A refused one is finished at once."""
         with self._lock:
             self._check_open()
+            self._core.check_model()
+            num_outputs = params.n
             try:
-                request_id = self.add_request(prompt, params)
+                request_id = self._add(prompt, params, None)
             except (ConfigError, CapacityError) as error:
-                request_id = self._new_id()
+                request_id, num_outputs = self._new_id(), 1
                 token_ids = prompt if isinstance(prompt, (list, tuple)) else []
                 finished[request_id, 0] = failed_output(request_id, token_ids, str(error))
-                return [(request_id, 0)]
-            self._core.outbox.claim(request_id)
-            return [(request_id, index) for index in range(params.n)]
+            self._core.outbox.claim(request_id)  # a refused one's too: its id is dropped at the end like the others'
+            return [(request_id, index) for index in range(num_outputs)]
 
     def _stream(self, request_id: str, num_open: int) -> Iterator[Any]:
         try:

@@ -13,8 +13,12 @@ class Outbox:
     """Newest outputs by request; requests can be claimed, the rest belongs to `Engine.step`."""
 
     def __init__(self) -> None:
-        self._outputs: dict[tuple[str, int], RequestOutput] = {}
+        self._outputs: dict[str, dict[int, RequestOutput]] = {}
         self._claimed: set[str] = set()
+
+    def knows(self, request_id: str) -> bool:
+        """Whether this request is claimed or has an output that nobody took: its id is not free."""
+        return request_id in self._claimed or request_id in self._outputs
 
     def claim(self, request_id: str) -> None:
         """Outputs of this request are only handed to `take(request_id)`."""
@@ -23,24 +27,22 @@ class Outbox:
     def release(self, request_id: str) -> None:
         """Give up a claim and drop what nobody took."""
         self._claimed.discard(request_id)
-        for key in [key for key in self._outputs if key[0] == request_id]:
-            del self._outputs[key]
+        self.take(request_id)
 
     def put(self, output: RequestOutput) -> None:
         """Add an output in place of an older one of the same request and index."""
-        self._outputs[output.request_id, output.index] = output
+        self._outputs.setdefault(output.request_id, {})[output.index] = output
 
     def take(self, request_id: str) -> list[RequestOutput]:
         """Remove and return the outputs of a claimed request."""
-        keys = [key for key in self._outputs if key[0] == request_id]
-        return [self._outputs.pop(key) for key in keys]
+        return list(self._outputs.pop(request_id, {}).values())
 
     def take_unclaimed(self) -> list[RequestOutput]:
         """Remove and return the outputs of all requests that nobody claimed."""
-        keys = [key for key in self._outputs if key[0] not in self._claimed]
-        return [self._outputs.pop(key) for key in keys]
+        unclaimed = [request_id for request_id in self._outputs if request_id not in self._claimed]
+        return [output for request_id in unclaimed for output in self.take(request_id)]
 
     @property
     def has_unclaimed(self) -> bool:
         """Whether `take_unclaimed` would return anything."""
-        return any(request_id not in self._claimed for request_id, _ in self._outputs)
+        return not self._outputs.keys() <= self._claimed

@@ -253,16 +253,6 @@ def test_an_iteration_that_fails_ends_what_runs_and_no_more(model, monkeypatch):
     assert outputs[ids[3]].token_ids == hf_greedy(model, [4, 5], 6)
 
 
-def test_model_whose_dtype_changed_is_captured_again():
-    model = tiny_llama(num_layers=1)
-    with make_engine(model) as engine:
-        engine.generate([1, 2, 3], greedy(2))
-    model.to(torch.bfloat16)  # in place: the parameter objects stay the same
-    with make_engine(model) as engine:
-        output = engine.generate([1, 2, 3], greedy(1))[0]
-    assert output.token_ids == hf_greedy(model, [1, 2, 3], 1)
-
-
 # -- bad input: the value, the limit, the knob; and the engine goes on
 
 
@@ -327,6 +317,39 @@ def test_request_id_in_use(engine):
     with pytest.raises(ConfigError, match="same"):
         engine.add_request([1, 2], request_id="same")
     run_to_end(engine)
+
+
+def test_an_output_that_nobody_took_keeps_its_id(model, engine):
+    """It is neither handed to a later request that would get its id, nor overwritten."""
+    engine.add_request([1, 2], greedy(3), request_id="1")
+    engine.generate([3, 4], greedy(6))  # takes id 0; "1" ends meanwhile
+    with pytest.raises(ConfigError, match=r"'1' is in use .*step\(\)"):
+        engine.add_request([5, 6], request_id="1")
+    refused, served = engine.generate([[], [5, 6]], greedy(6))
+    assert (refused.finish_reason, refused.token_ids) == ("error", [])
+    assert served.token_ids == hf_greedy(model, [5, 6], 6)
+    assert run_to_end(engine) == {"1": hf_greedy(model, [1, 2], 3)}
+    assert engine.add_request([5, 6], greedy(1), request_id="1") == "1"
+
+
+def test_an_id_that_generate_still_waits_for_is_in_use(model, engine, monkeypatch):
+    """Between its last output, or its refusal, and the end of `generate`."""
+    tried: list[str] = []
+    advance = engine._core.advance
+
+    def add_in_between():
+        for request_id in ("0", "1"):
+            with pytest.raises(ConfigError, match="in use"):
+                engine.add_request([7, 8], greedy(2), request_id=request_id)
+            tried.append(request_id)
+        advance()
+
+    monkeypatch.setattr(engine._core, "advance", add_in_between)
+    short, refused, long = engine.generate([[1, 2], [], [3, 4]], [greedy(1), greedy(1), greedy(6)])
+    assert tried == ["0", "1"] * 6
+    assert refused.finish_reason == "error"
+    assert short.token_ids == hf_greedy(model, [1, 2], 1)
+    assert long.token_ids == hf_greedy(model, [3, 4], 6)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,13 @@ def test_layers_outlive_their_cache(is_shallow_copy):
 
 
 @torch.no_grad()
-def test_buffers_modules_and_shapes_that_change_are_captured_anew():
+def test_buffers_modules_shapes_and_strides_that_change_are_captured_anew():
     def cast(model: Any) -> None:
         model.to(torch.bfloat16).to(torch.float32)  # the same parameter objects, another inv_freq
+
+    def transpose(model: Any) -> None:
+        weight = model.lm_head.weight
+        weight.data = weight.data.t().contiguous().t()
 
     def replace_module(model: Any) -> None:
         model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
@@ -56,7 +60,7 @@ def test_buffers_modules_and_shapes_that_change_are_captured_anew():
 
     model, eager = pair()
     with enable_one_tier(model):
-        for num_captures, change in enumerate((cast, replace_module, resize), start=2):
+        for num_captures, change in enumerate((cast, transpose, replace_module, resize), start=2):
             for changed in (model, eager):
                 change(changed)
             eager.load_state_dict(model.state_dict())
