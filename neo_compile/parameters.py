@@ -48,7 +48,8 @@ class Parameters:
         self._samples = Samples(())
         self._sample_hash = self._samples.hash()
         self._values: list[tuple[int, torch.Tensor]] = []
-        self._is_new = True
+        self._num_checks = 0
+        self._num_wanted = 1
 
     def load(self, registers: list[Any]) -> None:
         """Write the derived registers; parameters are in their registers already.
@@ -56,7 +57,7 @@ class Parameters:
         Raises:
             ConfigError: a parameter has another dtype, shape or layout than when the model was captured.
         """
-        is_current = not self._is_new
+        is_current = self._num_checks == self._num_wanted
         for register, reference, version, address in self._seen:
             tensor = registers[register]
             if (
@@ -67,38 +68,36 @@ class Parameters:
                 is_current = False
                 break
         if not is_current or self._samples.hash() != self._sample_hash:
-            self._is_new = False
-            try:
-                self._renew(registers)
-            except BaseException:
-                self._is_new = True
-                raise
+            self._renew(registers)
         for register, value in self._values:
             registers[register] = value
 
     def recheck(self) -> None:
-        """Compare every parameter that something is derived from, whole, in the next run."""
-        self._is_new = True
+        """Have the next `load` compare every parameter that something is derived from, whole."""
+        self._num_wanted += 1
 
     def _renew(self, registers: list[Any]) -> None:
+        num_wanted = self._num_wanted
         for register, layout in self._layouts.items():
             if _layout(registers[register]) != layout:
                 now, then = _describe(_layout(registers[register])), _describe(layout)
                 raise ConfigError(f"a parameter was {then} when the model was captured and is {now}: capture it again")
-        values = dict(self._values)
-        self._values = []
+        old_values, values = dict(self._values), []
         states = {register: TensorState.of(registers[register]) for register in self._sources}
         for call in self._derived:
-            is_same = call.output in values and all(
+            is_same = call.output in old_values and all(
                 register in self._states and self._states[register].is_same(states[register])
                 for register in call.inputs
             )
             sources = [registers[register] for register in call.inputs]
-            self._values.append((call.output, values[call.output] if is_same else call.function(sources)))
+            values.append((call.output, old_values[call.output] if is_same else call.function(sources)))
+        # Another thread may be in `load`: it finds the old values or the new ones.
+        self._values = values
         self._states = states
         self._seen = [(register, *_identity(registers[register])) for register in self._watched]
         self._samples = Samples(registers[register] for register in self._sources)
         self._sample_hash = self._samples.hash()
+        self._num_checks = num_wanted
 
 
 def _identity(tensor: torch.Tensor) -> tuple[weakref.ref[torch.Tensor], int | None, int]:

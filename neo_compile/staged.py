@@ -156,8 +156,12 @@ class StagedModel:
         return "inductor" if kinds == {"inductor"} else "eager"
 
     def recheck(self) -> None:
-        """Compare every packed weight's source, whole, in the next run: for writes that only touch parts of it."""
+        """Compare all that was made of parameters with them, whole: a run sees no write to a part of one.
+
+        Takes as long as reading them with torch's threads. Only where the parameters are bound (`capture`).
+        """
         self._parameters.recheck()
+        self._parameters.load(self._template.copy())
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         """Results on `args`, the program's inputs in order; attention is computed on the tensors given."""

@@ -32,7 +32,8 @@ def captured_model(model: torch.nn.Module, stages: StageKind, num_threads: int) 
         for old in [old for old in captures if old[-1] != contents]:
             del captures[old]  # it would keep replaced weights alive
         captures[key] = capture(model, stages=stages, num_threads=num_threads)
-    captures[key].recheck()
+    else:
+        captures[key].recheck()
     return captures[key]
 
 

@@ -104,16 +104,21 @@ class EngineCore:
         return output_id in self.sessions or self.outbox.knows(output_id)
 
     def check_model(self) -> None:
-        """Refuse new work where the captured model is not the caller's any more. Looked at while idle only: 0.4 ms.
+        """Refuse new work where the captured model is not the caller's any more, and see which weights were written.
+
+        Only while idle: it takes 0.4 ms, and a reading of the weights.
 
         Raises:
             ConfigError: parameters, buffers or modules were replaced; nothing has changed here.
         """
-        if not self.scheduler.has_unfinished and contents_key(self._model) != self._contents:
+        if self.scheduler.has_unfinished:
+            return
+        if contents_key(self._model) != self._contents:
             raise ConfigError(
                 "the model's parameters were replaced (or its buffers, modules, dtypes, layouts) after this Engine "
                 f"captured {type(self._model).__name__}: make another Engine, or put the old ones back"
             )
+        self.executor.staged.recheck()
 
     def add(self, output_id: str, sessions: list[Session]) -> None:
         """Queue the outputs of one request: all of them fit or none does, for they have the same length.
