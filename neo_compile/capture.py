@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind, check_choice
+from neo_compile.checks import check_choice
+from neo_compile.config import STAGE_KINDS, PackedLinear, StageKind
 from neo_compile.errors import ConfigError, UnsupportedModelError
 from neo_compile.fingerprint import fingerprint
 from neo_compile.hf_attention import (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from neo_compile.checks import NOT_NEGATIVE_INTEGER, check_choice, refuse
 from neo_compile.errors import ConfigError
 
 StageKind = Literal["inductor", "eager", "background"]
@@ -15,6 +17,7 @@ PackedLinear = bool | Literal["auto"]
 STAGE_KINDS: tuple[StageKind, ...] = ("inductor", "eager", "background")
 GENERATE_POLICIES = ("neo", "device-only", "host-only")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([KMG]I?)?B?\s*", flags=re.IGNORECASE)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -42,10 +45,10 @@ class CompileOptions:
         check_choice("stages", self.stages, STAGE_KINDS)
         check_choice("packed_linear", self.packed_linear, (True, False, "auto"))
         if self.dump_graphs is not None and not isinstance(self.dump_graphs, str):
-            raise ConfigError(f"dump_graphs={self.dump_graphs!r}, must be the path of a folder")
-        for size in (self.device_cache, self.host_cache):
-            if size is not None:
-                parse_bytes(size)
+            refuse("dump_graphs", self.dump_graphs, "the path of a folder")
+        for name in ("device_cache", "host_cache"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
         check_choice("policy", self.policy, GENERATE_POLICIES)
 
     def for_generate(self) -> dict[str, Any]:
@@ -67,31 +70,22 @@ class CompileOptions:
         return cls(**options)
 
 
-def check_choice(name: str, value: object, valid: Sequence[object]) -> None:
-    """Raises ConfigError unless `value` is one of `valid`."""
-    if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in valid):
-        raise ConfigError(f"{name}={value!r}, must be one of {', '.join(map(repr, valid))}")
-
-
 def check_mode(mode: str | None) -> None:
     """Raises ConfigError for a mode that torch.compile does not know."""
     if mode is not None:
         check_choice("mode", mode, MODES)
 
 
-def parse_bytes(value: int | str) -> int:
-    """Bytes of `value`: an integer, or a string such as "512MiB", "2 GB", "1e6".
+def parse_bytes(value: int | str, name: str = "size") -> int:
+    """Bytes of `value`: an integer, or a string such as "512MiB", "2 GB", "1e6". Messages call it `name`.
 
     Raises:
         ConfigError: not a size, or negative.
     """
-    if isinstance(value, int):
-        size: float = value
-    else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([KMG]I?)?B?\s*", value, flags=re.IGNORECASE)
-        if match is None:
-            raise ConfigError(f"not a size in bytes: {value!r} (examples: 1073741824, '512MiB', '2GB')")
-        size = float(match[1]) * _UNITS[(match[2] or "").upper()]
-    if size < 0:
-        raise ConfigError(f"a size in bytes must not be negative, got {value!r}")
+    if value in NOT_NEGATIVE_INTEGER:
+        return int(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    size = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else math.inf
+    if not math.isfinite(size):
+        refuse(name, value, "bytes: a whole number of at least 0, or a string such as '1073741824', '512MiB' or '2GB'")
     return int(size)

@@ -244,7 +244,7 @@ class Engine:
             max_tokens=min(params.max_tokens, self._core.info.max_model_len - len(token_ids)),
             arrival_time=time.perf_counter(),
         )
-        stop_token_ids = frozenset(params.stop_token_ids)
+        stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= self._core.info.eos_token_ids
         session = Session(request, output_id, index, params, stop_token_ids, self._tokenizer)

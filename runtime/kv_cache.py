@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from neo_compile.attention import AttentionSite
+from neo_compile.checks import COUNT, NOT_NEGATIVE_INTEGER, check_choice, check_numbers
 from neo_compile.config import parse_bytes
 from neo_compile.errors import ConfigError
 from neo_compile.host_attention import LayerCache
@@ -56,17 +57,15 @@ class CacheConfig:
     staging_blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "staging_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"CacheConfig.{name} must be at least 1, got {value}")
-        if self.dtype is not None and self.dtype not in CACHE_DTYPES:
-            names = ", ".join(str(dtype) for dtype in CACHE_DTYPES)
-            raise ConfigError(f"CacheConfig.dtype {self.dtype} is not supported: use one of {names}")
+        check_numbers(self, COUNT, "block_size")
+        check_numbers(self, COUNT, "staging_blocks", or_none=True)
+        if self.dtype is not None:
+            check_choice("CacheConfig.dtype", self.dtype, CACHE_DTYPES)
         for tier in ("device", "host"):
             names_given = [n for n in ("blocks", "tokens", "bytes") if getattr(self, f"{tier}_{n}") is not None]
             if len(names_given) > 1:
                 raise ConfigError(f"CacheConfig: give only one of {', '.join(f'{tier}_{n}' for n in names_given)}")
+            check_numbers(self, NOT_NEGATIVE_INTEGER, f"{tier}_blocks", f"{tier}_tokens", or_none=True)
             self.num_blocks(tier, 1)
         if self.num_blocks("device", 1) == 0:
             raise ConfigError(
@@ -80,15 +79,12 @@ class CacheConfig:
         blocks = getattr(self, f"{tier}_blocks")
         tokens = getattr(self, f"{tier}_tokens")
         num_bytes = getattr(self, f"{tier}_bytes")
-        for name, value in (("blocks", blocks), ("tokens", tokens)):
-            if value is not None and value < 0:
-                raise ConfigError(f"CacheConfig.{tier}_{name} must not be negative, got {value}")
         if blocks is not None:
             return int(blocks)
         if tokens is not None:
             return int(tokens) // self.block_size
         if num_bytes is not None:
-            return parse_bytes(num_bytes) // bytes_per_block
+            return parse_bytes(num_bytes, f"CacheConfig.{tier}_bytes") // bytes_per_block
         return None
 
 

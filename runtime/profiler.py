@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,22 +77,25 @@ def survey_costs() -> list[str]:
     here = _environment()
     lines = []
     for path in sorted(cost_dir().glob("*.json")):
-        kind = path.suffixes[-2].lstrip(".")
         try:
-            key = TableCostModel.from_json(path.read_text()).key
-            differing = [
-                f"{name} {key.get(name)!r}, here {value!r}" for name, value in here.items() if key.get(name) != value
-            ]
-        except (OSError, ConfigError, ValueError, KeyError, TypeError) as error:
+            lines.append(_survey(path, here))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # any file may be there
             lines.append(f"{path.name}: unusable ({error})")
-            continue
-        verdict = f"refused ({'; '.join(differing)})" if differing else "serves"
-        slowed = f", host slowed {key['host_slowdown']:g} times" if key["host_slowdown"] != 1 else ""
-        lines.append(
-            f"{key['model']}, {key['cache_dtype'].removeprefix('torch.')}, {key['device_threads']} device and "
-            f"{key['host_threads']} host threads{slowed}: {kind}, {verdict}"
-        )
     return lines
+
+
+def _survey(path: Path, here: Mapping[str, Any]) -> str:
+    kind = Path(path.stem).suffix.removeprefix(".")
+    if kind not in KINDS:
+        raise ConfigError(f"an old name: files of this version end in .{'.json or .'.join(KINDS)}.json")
+    key = TableCostModel.from_json(path.read_text()).key
+    differing = [f"{name} {key.get(name)!r}, here {value!r}" for name, value in here.items() if key.get(name) != value]
+    verdict = f"refused ({'; '.join(differing)})" if differing else "serves"
+    slowed = f", host slowed {key['host_slowdown']:g} times" if key["host_slowdown"] != 1 else ""
+    return (
+        f"{key['model']}, {key['cache_dtype'].removeprefix('torch.')}, {key['device_threads']} device and "
+        f"{key['host_threads']} host threads{slowed}: {kind}, {verdict}"
+    )
 
 
 def _environment() -> dict[str, Any]:

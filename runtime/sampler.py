@@ -36,7 +36,7 @@ class TokenSampler:
         self._processors = _build_processors(params)
         self._generator: torch.Generator | None = None
         if params.seed is not None:
-            self._generator = torch.Generator().manual_seed(params.seed + seed_offset)
+            self._generator = torch.Generator().manual_seed(int(params.seed) + seed_offset)
 
     def sample(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> int:
         """The next token, given logits [vocab] and the prompt and output tokens so far."""
@@ -51,12 +51,12 @@ class TokenSampler:
 def _build_processors(params: SamplingParams) -> LogitsProcessorList:
     processors = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.temperature not in (0, 1.0):
         processors.append(TemperatureLogitsWarper(float(params.temperature)))
     if params.temperature != 0:
         if params.top_k > 0:
-            processors.append(TopKLogitsWarper(params.top_k))
+            processors.append(TopKLogitsWarper(int(params.top_k)))
         if params.top_p < 1:
             processors.append(TopPLogitsWarper(params.top_p))
         if params.min_p > 0:

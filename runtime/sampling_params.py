@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 
-from neo_compile.errors import ConfigError
+from neo_compile.checks import (
+    ANY_INTEGER,
+    COUNT,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_INTEGER,
+    POSITIVE,
+    Numbers,
+    check_flags,
+    check_numbers,
+    field_name,
+    refuse,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,48 +45,46 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._check_types()
-        self._check("max_tokens", self.max_tokens >= 1, "at least 1")
-        self._check("temperature", self.temperature == 0 or self.temperature >= 1e-6, "0 (greedy) or at least 1e-6")
-        self._check("top_k", self.top_k >= -1, "-1 or 0 (all tokens) or positive")
-        self._check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        self._check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        self._check("repetition_penalty", self.repetition_penalty > 0, "positive")
-        self._check("n", self.n >= 1, "at least 1")
-        self._check("seed", self.seed is None or -(2**63) <= self.seed <= 2**63 - self.n, "within 64 bits")
-        self._check("logprobs", self.logprobs is None or self.logprobs >= 0, "None or not negative")
-        self._check("stop", all(self.stop), "free of empty strings")
+        stop = (self.stop,) if isinstance(self.stop, str) else self._as_tuple("stop", str, "a string or strings")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", self._as_tuple("stop_token_ids", Integral, "whole numbers"))
+        if not all(stop):
+            refuse("SamplingParams.stop", stop, "free of empty strings")
+        check_flags(self, "ignore_eos")
+        check_numbers(self, COUNT, "max_tokens", "n")
+        check_numbers(self, Numbers(at_least=-1, is_whole=True), "top_k")  # -1 and 0: all tokens
+        check_numbers(self, NOT_NEGATIVE_INTEGER, "logprobs", or_none=True)
+        check_numbers(self, ANY_INTEGER, "seed", or_none=True)
+        check_numbers(self, NOT_NEGATIVE, "temperature")
+        if 0 < self.temperature < 1e-6:
+            refuse("SamplingParams.temperature", self.temperature, "0 (greedy) or at least 1e-6")
+        check_numbers(self, Numbers(above=0, at_most=1), "top_p")
+        check_numbers(self, Numbers(at_least=0, at_most=1), "min_p")
+        check_numbers(self, POSITIVE, "repetition_penalty")
+        if self.seed is not None and not -(2**63) <= int(self.seed) <= 2**63 - int(self.n):
+            refuse("SamplingParams.seed", self.seed, "within 64 bits")
 
-    def _check_types(self) -> None:
-        """A wrong type would only fail while other requests are served."""
-        for name in ("max_tokens", "top_k", "n"):
-            self._check(name, _is_int(getattr(self, name)), "an integer")
-        for name in ("seed", "logprobs"):
-            self._check(name, getattr(self, name) is None or _is_int(getattr(self, name)), "None or an integer")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            self._check(name, isinstance(getattr(self, name), Real), "a number")
-        self._check("stop", all(isinstance(text, str) for text in self.stop), "a string or strings")
-        self._check("stop_token_ids", all(map(_is_int, self.stop_token_ids)), "integers")
-
-    def _check(self, name: str, is_valid: bool, rule: str) -> None:
-        if not is_valid:
-            raise ConfigError(f"SamplingParams.{name} is {getattr(self, name)!r}, but must be {rule}")
+    def _as_tuple(self, name: str, kind: type, rule: str) -> tuple[object, ...]:
+        """A field's values; none for None. A wrong type would only fail while other requests are served."""
+        values = getattr(self, name)
+        if values is None:
+            return ()
+        if not isinstance(values, Iterable):
+            refuse(field_name(self, name), values, rule)
+        values = tuple(values)
+        if not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
+            refuse(field_name(self, name), values, rule)
+        return values
 
     @property
     def is_greedy(self) -> bool:
         """Whether the next token is the plain argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1.0
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from neo_compile.checks import (
+    COUNT,
+    NOT_NEGATIVE,
+    NOT_NEGATIVE_INTEGER,
+    Numbers,
+    check_choice,
+    check_choices,
+    check_flags,
+    check_numbers,
+)
 from neo_compile.errors import ConfigError
 from neo_compile.runtime.plan import Strategy
 from neo_compile.runtime.request import Tier
@@ -91,30 +101,25 @@ class SchedulerConfig:
     min_gain_margin: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_choice("policy", self.policy, tuple(POLICIES))
-        _check_choice("full_cache", self.full_cache, FULL_CACHE_ANSWERS)
+        check_choice("SchedulerConfig.policy", self.policy, tuple(POLICIES))
+        check_choice("SchedulerConfig.full_cache", self.full_cache, FULL_CACHE_ANSWERS)
+        check_flags(self, "chunked_prefill")
+        check_numbers(self, COUNT, "max_num_seqs", "max_num_batched_tokens", "max_idle_iterations")
+        check_numbers(self, NOT_NEGATIVE_INTEGER, "swap_cooldown")
+        check_numbers(self, NOT_NEGATIVE, "prefill_pace", "prefill_price", "min_gain_margin")
+        check_numbers(self, Numbers(above=0, at_most=1), "swap_in_threshold")
         self._check_strategies()
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_idle_iterations"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}, must be at least 1")
-        for name in ("prefill_pace", "prefill_price", "swap_cooldown", "min_gain_margin"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)}, must not be negative")
-        if not 0.0 < self.swap_in_threshold <= 1.0:
-            raise ConfigError(f"swap_in_threshold={self.swap_in_threshold}, must be in (0, 1]")
 
     def _check_strategies(self) -> None:
         policy = POLICIES[self.policy]
         if self.strategies is None:
             return
-        if not self.strategies:
-            raise ConfigError("strategies=(), must name at least one strategy")
-        for name in self.strategies:
-            _check_choice("strategies", name, tuple(strategy.value for strategy in policy.strategies))
+        valid = [strategy.value for strategy in policy.strategies]
+        check_choices("SchedulerConfig.strategies", self.strategies, valid)
         if policy.computes_on_host and set(self.strategies) == {Strategy.DEVICE_ONLY.value}:
             raise ConfigError(
-                f"strategies={self.strategies!r} with policy {self.policy!r}: host requests could never decode; "
-                "use policy 'device-only', or name one more strategy"
+                f"SchedulerConfig.strategies={self.strategies!r} with policy {self.policy!r}: host requests "
+                "could never decode; use policy 'device-only', or name one more strategy"
             )
 
     @property
@@ -128,8 +133,3 @@ class SchedulerConfig:
         if self.strategies is None:
             return allowed
         return tuple(strategy for strategy in allowed if strategy.value in self.strategies)
-
-
-def _check_choice(name: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(repr, valid))}")

@@ -39,7 +39,7 @@ class Session:
         self.error: str | None = None
         self.was_on_host = False
         self._stop_token_ids = stop_token_ids
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params.stop)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, params.stop or ())
         self._logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
 
     def append(self, token: SampledToken) -> FinishReason | None:

@@ -40,11 +40,12 @@ def tier_sizes(
     if host is None:
         host = 0 if device is None else default
     sizes = {Tier.DEVICE: default if device is None else device, Tier.HOST: host}
-    total = sum(sizes.values()) * block_bytes
+    staging = cache.staging_blocks or 0
+    total = (sum(sizes.values()) + staging) * block_bytes
     if total > available:
         raise ConfigError(
-            f"the KV cache would take {total / 2**30:.1f} GiB ({sizes[Tier.DEVICE]} device and {sizes[Tier.HOST]} host "
-            f"blocks of {block_bytes} bytes), but only {available / 2**30:.1f} GiB of memory is available: "
-            "lower CacheConfig.host_bytes or device_bytes (or the sizes in blocks or tokens)"
+            f"the KV cache would take {total / 2**30:.1f} GiB ({sizes[Tier.DEVICE]} device, {sizes[Tier.HOST]} host "
+            f"and {staging} staging blocks of {block_bytes} bytes), but only {available / 2**30:.1f} GiB of memory is "
+            "available: lower CacheConfig.host_bytes or device_bytes (or blocks or tokens), or staging_blocks"
         )
     return sizes

@@ -74,8 +74,6 @@ def test_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("--impl=fastest", "valid: all, cpp"),
         ("--threads=0", "--threads: '0'"),
         ("--threads=4096", "may use"),
-        ("--json=/no/such/folder/x.json", "/no/such/folder"),
-        ("--json=/", "is a folder"),
     ],
 )
 def test_wrong_options_are_one_line(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

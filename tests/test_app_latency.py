@@ -137,9 +137,9 @@ def test_sweep_goes_on_where_it_was(folder, tmp_path, capsys):
     ("command", "message"),
     [
         ("latency --request-rate fast", "--request-rate fast"),
-        ("latency --request-rate 0", "positive"),
-        ("latency --duration 0", "--duration"),
-        ("latency --bisect --max-slowdown 1", "--max-slowdown"),
+        ("latency --request-rate 0", "--request-rate 0"),
+        ("latency --request-rate 1,nan", "--request-rate 1,nan: each must be a finite number above 0"),
+        ("latency --request-rate inf", "--request-rate inf"),
         ("latency --num-unloaded 0", "--num-unloaded"),
         ("sweep --runs 1", "--runs 1"),
         ("sweep --policy neo", "two systems"),
@@ -149,3 +149,19 @@ def test_sweep_goes_on_where_it_was(folder, tmp_path, capsys):
 def test_bad_options(command, message, capsys):
     assert main(f"bench {command}".split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "nan", "inf", "long"])
+@pytest.mark.parametrize("option", ["--duration", "--max-slowdown", "--host-slowdown"])
+def test_bad_numbers(option, number, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "latency", option, number])
+    assert stop.value.code == 2
+    assert f"argument {option}: '{number}', must be a finite number" in capsys.readouterr().err
+
+
+def test_a_damaged_sweep_is_not_gone_on_with(tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    path.write_text("{")
+    assert main(["bench", "sweep", "--quick", "--json", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err

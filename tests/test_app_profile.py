@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +62,31 @@ def test_doctor_without_tables(tmp_path, monkeypatch):
     (tmp_path / "costs" / "damaged.quick.json").write_text("{")
     (finding,) = doctor._cost_tables()
     assert "damaged.quick.json: unusable" in finding.text
+
+
+@pytest.mark.parametrize("name", ["tiny-1a2b-3c4d.json", "tiny-3.2-1a2b-3c4d.json", "tiny.coarse.json"])
+def test_doctor_with_files_of_other_versions(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEO_CACHE", str(tmp_path))
+    (tmp_path / "costs").mkdir()
+    (tmp_path / "costs" / name).write_text("{}")
+    (finding,) = doctor._cost_tables()
+    assert finding.text.startswith(f"{name}: unusable (an old name: ")
+    assert ".full.json or .quick.json" in finding.text
+
+
+@pytest.mark.parametrize("key", [[], {}, {"host_slowdown": "much"}, {"host_slowdown": 1, "cache_dtype": None}], ids=str)
+def test_doctor_with_damaged_keys(key, tmp_path, monkeypatch):
+    monkeypatch.setenv("NEO_CACHE", str(tmp_path))
+    monkeypatch.setattr(profiler.TableCostModel, "from_json", lambda text: SimpleNamespace(key=key))
+    (tmp_path / "costs").mkdir()
+    (tmp_path / "costs" / "tiny.full.json").write_text("{}")
+    (finding,) = doctor._cost_tables()
+    assert finding.text.startswith("tiny.full.json: unusable (")
+
+
+def test_settings_of_the_scheduler_are_refused(capsys):
+    assert cli.main(["profile", "/no/such/folder", "--set", "scheduler.prefill_pace=4"]) == 2
+    assert "'scheduler'; valid: cache, device" in capsys.readouterr().err
 
 
 def test_the_bar_fills():

@@ -148,7 +148,11 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
     assert "Traceback" not in "".join(errors)
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tmp_path, capsys):
-    path = tmp_path / "absent" / "report.json"
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    def fail(path, *args, **options):
+        raise OSError(28, "No space left on device", str(path))
+
+    path = tmp_path / "report.json"
+    monkeypatch.setattr("pathlib.Path.write_text", fail)
     assert main(["simulate", "--num-requests", "3", "--policy", "neo", "--json", str(path)]) == 2
     assert str(path) in capsys.readouterr().err

@@ -192,9 +192,7 @@ def test_a_measured_profile(tmp_path, capsys):
         ("--policy magic", "magic"),
         ("--policy neo,neo", "twice"),
         ("--policy one-tier", "one-tier"),
-        ("--request-rate 0", "--request-rate"),
         ("--input-len 5", "--output-len"),
-        ("--host-gbps -1", "--host-gbps"),
         ("--figure kv-budget --trace osc", "--trace"),
         ("--set scheduler.magic=1", "magic"),
         ("--set device.kind=auto", "device"),
@@ -211,3 +209,20 @@ def test_a_measured_profile(tmp_path, capsys):
 def test_bad_options(options, message, capsys):
     assert main(f"simulate --num-requests 2 {options}".split()) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", "fast"])
+@pytest.mark.parametrize("option", ["--request-rate", "--device-gbps", "--host-gbps", "--link-gbps", "--device-tokens"])
+def test_numbers_are_positive_and_finite(option, number, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate", "--num-requests", "2", f"{option}={number}"])
+    assert stop.value.code == 2
+    assert f"argument {option}: '{number}', must be a" in capsys.readouterr().err
+
+
+def test_launches_may_be_free(capsys):
+    command = "simulate --input-len 10 --output-len 2 --num-requests 1 --policy neo --launch-ms"
+    assert main([*command.split(), "0"]) == 0
+    with pytest.raises(SystemExit):
+        main([*command.split(), "nan"])
+    assert "--launch-ms: 'nan', must be a finite number of at least 0" in capsys.readouterr().err

@@ -46,6 +46,20 @@ def test_files(tmp_path):
     assert read_lengths(str(array), 1) == [Lengths(1, 2)]
 
 
+DAMAGED_TRACES = (
+    ("t.json", "{"),
+    ("t.json", "7"),
+    ("t.json", '{"input_length": 3, "output_length": 4}'),
+    ("t.json", "[5]"),
+    ("t.json", '[{"input_length": null, "output_length": 4}]'),
+    ("t.json", '[{"input_length": 3}]'),
+    ("t.json", '[{"input_length": Infinity, "output_length": 4}]'),
+    ("t.jsonl", '{"input_length": "many", "output_length": 4}'),
+    ("t.csv", "ContextTokens,GeneratedTokens\n5\n"),
+    ("t.json.gz", "[]"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -53,6 +67,7 @@ def test_files(tmp_path):
         ("t.json", "[]", "holds 0 requests"),
         ("t.txt", "", "unknown kind"),
         (None, None, "azure-code"),
+        *((name, text, name) for name, text in DAMAGED_TRACES),
     ],
 )
 def test_unusable_traces(tmp_path, name, text, message):

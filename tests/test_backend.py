@@ -185,6 +185,8 @@ def test_autocast_computes_in_its_own_dtype() -> None:
         ({"stages": "triton"}, "stages='triton', must be one of 'inductor', 'eager', 'background'"),
         ({"packed_linear": 1}, "packed_linear=1, must be one of True, False, 'auto'"),
         ({"dump_graphs": 3}, "dump_graphs=3, must be the path"),
+        ({"device_cache": 1.5}, "device_cache=1.5, must be bytes"),
+        ({"host_cache": "lots"}, "host_cache='lots', must be bytes"),
     ],
 )
 def test_bad_options(options: dict[str, object], message: str) -> None:

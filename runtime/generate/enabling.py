@@ -21,7 +21,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from neo_compile.config import GENERATE_POLICIES, STAGE_KINDS, StageKind, check_choice
+from neo_compile.checks import check_choice
+from neo_compile.config import GENERATE_POLICIES, STAGE_KINDS, StageKind, parse_bytes
 from neo_compile.errors import ConfigError, UnsupportedModelError
 from neo_compile.runtime.captured import contents_key
 from neo_compile.runtime.cost_model import CostModel
@@ -130,6 +131,9 @@ def serving_options(
     """`enable`'s options, checked."""
     check_choice("stages", stages, STAGE_KINDS)
     check_choice("policy", policy, GENERATE_POLICIES)
+    for name, size in (("device_cache", device_cache), ("host_cache", host_cache)):
+        if size is not None:
+            parse_bytes(size, name)
     if policy == "host-only" and device_cache is None:
         raise ConfigError("policy='host-only' needs a device_cache: without one there is one tier, the device's")
     return ServingOptions(

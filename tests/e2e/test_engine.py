@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -366,6 +367,13 @@ def test_an_id_that_generate_still_waits_for_is_in_use(model, engine, monkeypatc
         (lambda: DeviceConfig(kind="tpu"), "emulated"),
         (lambda: DeviceConfig(device_threads=0), "device_threads"),
         (lambda: DeviceConfig(host_slowdown=0.5), "host_slowdown"),
+        (lambda: DeviceConfig(host_slowdown=math.nan), "host_slowdown=nan"),
+        (lambda: DeviceConfig(swap_gbps="abc"), "swap_gbps='abc'"),
+        (lambda: DeviceConfig(swap_gbps=math.inf), "swap_gbps=inf"),
+        (lambda: DeviceConfig(host_threads=1.0), "host_threads=1.0"),
+        (lambda: DeviceConfig(device_threads=True), "device_threads=True"),
+        (lambda: DeviceConfig(pin_threads="maybe"), "pin_threads='maybe'"),
+        (lambda: DeviceConfig(seed="a"), "seed='a'"),
         (lambda: SamplingParams(temperature=-1), "temperature"),
         (lambda: SamplingParams(top_p=0), "top_p"),
         (lambda: SamplingParams(max_tokens=0), "max_tokens"),
@@ -375,6 +383,15 @@ def test_an_id_that_generate_still_waits_for_is_in_use(model, engine, monkeypatc
         (lambda: SamplingParams(seed=2**70), "seed"),
         (lambda: SamplingParams(logprobs=True), "logprobs"),
         (lambda: SamplingParams(stop_token_ids=["a"]), "stop_token_ids"),
+        (lambda: SamplingParams(stop_token_ids=5), "stop_token_ids=5"),
+        (lambda: SamplingParams(stop=5), "stop=5"),
+        (lambda: SamplingParams(stop=["a", ""]), "empty"),
+        (lambda: SamplingParams(ignore_eos="no"), "ignore_eos='no'"),
+        (lambda: SamplingParams(temperature=math.inf), "temperature=inf"),
+        (lambda: SamplingParams(temperature=True), "temperature=True"),
+        (lambda: SamplingParams(top_p=math.nan), "top_p=nan"),
+        (lambda: SamplingParams(min_p="0"), "min_p='0'"),
+        (lambda: SamplingParams(repetition_penalty=math.inf), "repetition_penalty=inf"),
     ],
 )
 def test_bad_options_name_the_value_and_the_valid_ones(make, message):

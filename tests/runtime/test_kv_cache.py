@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
@@ -114,10 +117,41 @@ def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 gibibytes", "-1", -1, "1..5GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "2 gibibytes", "-1", -1, "1..5GB", "1e400", 1.5, math.nan, math.inf, True, None, [3]]
+)
 def test_parse_bytes_refuses(text):
     with pytest.raises(ConfigError):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [1.5, 16.0, math.nan, math.inf, True, "8", [3], -1], ids=str)
+@pytest.mark.parametrize(
+    "option", ["block_size", "staging_blocks", "device_blocks", "device_tokens", "host_blocks", "host_tokens"]
+)
+def test_counts_are_whole_numbers(option, value):
+    with pytest.raises(ConfigError, match=rf"CacheConfig.{option}=.*must be a whole number of at least \d"):
+        CacheConfig(**{option: value})
+
+
+@pytest.mark.parametrize("option", ["device_bytes", "host_bytes"])
+def test_sizes_in_bytes_are_refused_by_name(option):
+    with pytest.raises(ConfigError, match=f"CacheConfig.{option}=1.5, must be bytes"):
+        CacheConfig(**{option: 1.5})
+
+
+def test_the_dtype_is_one_of_torch():
+    with pytest.raises(ConfigError, match=r"CacheConfig.dtype='float16', must be one of torch\.float32"):
+        CacheConfig(dtype="float16")
+
+
+def test_staging_blocks_take_memory_too():
+    with pytest.raises(ConfigError, match="3 device, 3 host and 1099511627776 staging blocks"):
+        sizes(device_blocks=3, host_blocks=3, staging_blocks=2**40)
+
+
+def test_numpy_integers_are_integers():
+    assert sizes(device_blocks=np.int64(3), host_tokens=np.int32(33)) == {Tier.DEVICE: 3, Tier.HOST: 2}
 
 
 def sizes(**options):

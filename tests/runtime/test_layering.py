@@ -1,6 +1,6 @@
 """Imports go only downwards, and the scheduling files are standard library only.
 
-    errors, config <- _native, reference <- attention <- ops <- staged <- passes <- backend
+    errors, checks, config <- _native, reference <- attention <- ops <- staged <- passes <- backend
     request <- plan <- block_pool, cost_model <- scheduler <- engine
 
 Imports inside functions are lazy re-exports and hooks; they are allowed, as are imports for type checking.
@@ -41,7 +41,7 @@ POLICY_FILES = (
 
 # The compiler, bottom up; files of one tuple do not import each other's successors.
 COMPILER_LAYERS = (
-    ("errors", "config"),
+    ("errors", "checks", "config"),
     ("_native", "reference"),
     ("attention",),
     ("ops",),
@@ -108,7 +108,11 @@ LAYERED_PATHS = [path for path in COMPILER_PATHS if level_of(path) is not None]
 @pytest.mark.parametrize("path", POLICY_PATHS, ids=names(POLICY_PATHS))
 def test_scheduling_is_standard_library_and_goes_downwards(path):
     position = POLICY_FILES.index(path.stem)
-    allowed = {"neo_compile.errors", *(f"neo_compile.runtime.{name}" for name in POLICY_FILES[:position])}
+    allowed = {
+        "neo_compile.errors",
+        "neo_compile.checks",
+        *(f"neo_compile.runtime.{name}" for name in POLICY_FILES[:position]),
+    }
     for module in eager_imports(path):
         if is_below(module, "neo_compile"):
             assert any(is_below(module, name) for name in allowed), f"{path.name} imports {module}"

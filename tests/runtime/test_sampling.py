@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,18 @@ def test_processors_restrict_the_choice(options, allowed):
     sampler = TokenSampler(SamplingParams(seed=3, **options))
     drawn = {sampler.sample(logits, [0]) for _ in range(200)}
     assert drawn == allowed
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": np.int64(2)}, {"repetition_penalty": 2}, {"seed": np.int64(3), "n": np.int64(2)}], ids=str
+)
+def test_any_kind_of_number_will_do(options):
+    assert TokenSampler(SamplingParams(**options)).sample(torch.zeros(5), [0]) in range(5)
+
+
+def test_none_stops_nothing():
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert (params.stop, params.stop_token_ids) == ((), ())
 
 
 def test_sampling_follows_the_distribution():

@@ -130,5 +130,5 @@ def test_no_ring_where_the_memory_is_shared(model):
 
 
 def test_an_empty_ring_is_refused():
-    with pytest.raises(ConfigError, match=r"CacheConfig.staging_blocks must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"CacheConfig.staging_blocks=0, must be a whole number of at least 1"):
         CacheConfig(staging_blocks=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from neo_compile.app.options import output_file
+
 DEFAULTS = {
     "dtype": "bfloat16",
     "batch": "1,8,32",
@@ -67,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--scattered", action="store_true", help="our blocks in random order, as after long serving")
     parser.add_argument("--threads", metavar="N", help="threads of every implementation (default: all usable CPUs)")
     parser.add_argument("--quick", action="store_true", help="one small case and few rounds: rough figures, in seconds")
-    parser.add_argument("--json", metavar="FILE", help="also write config, machine and rows to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write config, machine and rows to FILE")
     parser.set_defaults(run=run)
 
 

@@ -76,7 +76,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         threads=read_threads(args.threads),
         effort=QUICK_EFFORT if args.quick else FULL_EFFORT,
         arena_bytes=cold_bytes,
-        json_path=_check_json_path(args.json),
+        json_path=Path(args.json) if args.json else None,
         skip_flex=args.quick and args.impl is None,
     )
 
@@ -130,12 +130,3 @@ def _check_memory(cases: tuple[KernelCase, ...], arena_bytes: int) -> None:
             limit=limit,
             knob="--batch",
         )
-
-
-def _check_json_path(text: str | None) -> Path | None:
-    if text is None:
-        return None
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--json {text}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
-    return path

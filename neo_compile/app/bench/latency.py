@@ -21,6 +21,8 @@ from neo_compile.app.bench.throughput import (
     print_setting,
 )
 from neo_compile.app.bench.traces import Lengths
+from neo_compile.app.options import number_option
+from neo_compile.checks import POSITIVE, Numbers
 from neo_compile.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,12 +57,18 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--table", choices=tuple(TABLES), help="trace, cache sizes and policies of a known table")
     add_serving_options(parser, num_requests=1000)
     parser.add_argument("--request-rate", default="1", metavar="LIST", help="requests a second (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=60.0, metavar="S", help="of the arrivals (default: 60 s)")
+    parser.add_argument(
+        "--duration", type=number_option(POSITIVE), default=60.0, metavar="S", help="of the arrivals (default: 60 s)"
+    )
     parser.add_argument(
         "--bisect", action="store_true", help="look for the highest rate, from the first --request-rate"
     )
     parser.add_argument(
-        "--max-slowdown", type=float, default=3.0, metavar="X", help="of --bisect (default: %(default)s)"
+        "--max-slowdown",
+        type=number_option(Numbers(above=1)),
+        default=3.0,
+        metavar="X",
+        help="of --bisect (default: %(default)s)",
     )
     parser.add_argument(
         "--num-unloaded", type=int, default=16, metavar="N", help="requests served alone (default: %(default)s)"
@@ -74,9 +82,6 @@ def run(args: argparse.Namespace) -> int:
     from neo_compile.app.progress import StatusLine
 
     rates = parse_numbers("--request-rate", args.request_rate, float)
-    for name, limit in (("duration", 0.0), ("max_slowdown", 1.0)):
-        if not getattr(args, name) > limit:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be above {limit:g}")
     if args.num_unloaded < 1:
         raise ConfigError(f"--num-unloaded {args.num_unloaded} must be at least 1")
     apply_table(args)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neo_compile.app.bench.traces import TRACES, Lengths, read_lengths
+from neo_compile.checks import POSITIVE
 from neo_compile.errors import ConfigError
 
 
@@ -74,6 +75,6 @@ def parse_numbers(option: str, text: str, kind: type[int] | type[float]) -> list
         numbers = [kind(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} {text}: not a list of numbers such as 1,2,4") from error
-    if min(numbers) <= 0:
-        raise ConfigError(f"{option} {text}: every number must be positive")
+    if not all(number in POSITIVE for number in numbers):
+        raise ConfigError(f"{option} {text}: each must be {POSITIVE}")
     return numbers

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from neo_compile.app.bench.loads import parse_numbers
 from neo_compile.app.bench.systems import SYSTEMS, System, parse_systems
 from neo_compile.app.bench.traces import Lengths
-from neo_compile.app.options import add_engine_options, add_model_options
+from neo_compile.app.options import add_engine_options, add_model_options, output_file
 from neo_compile.errors import ConfigError
 
 DEFAULTS = {
@@ -69,7 +69,9 @@ def add_parser(subparsers: Any) -> None:
         "--load-tokens", type=int, metavar="N", help="prompt and output tokens of a run (default: 6000)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths and prompts (default: 0)")
-    parser.add_argument("--json", metavar="FILE", help="write points to FILE, and go on with those already there")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write points to FILE, and go on with those already there"
+    )
     add_engine_options(
         parser,
         policy_help=f"two, the first against the second (default: {DEFAULT_POLICIES}): {', '.join(SYSTEMS)}",
@@ -155,8 +157,11 @@ def _read_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The points of an earlier run. Raises ConfigError if it had other options."""
     if not args.json or not Path(args.json).exists():
         return []
-    document = json.loads(Path(args.json).read_text(encoding="utf-8"))
-    if document.get("benchmark") != "sweep":
+    try:
+        document = json.loads(Path(args.json).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"cannot go on with {args.json}: {error}; give --json another file") from error
+    if not isinstance(document, dict) or document.get("benchmark") != "sweep":
         raise ConfigError(f"{args.json} is no sweep: give --json another file")
     ignored = {"run", "json", "verbose", *Point._fields}
     own = json.loads(json.dumps({name: value for name, value in vars(args).items() if name not in ignored}))

@@ -12,7 +12,7 @@ from neo_compile.app.bench.cost_errors import as_json, print_cost_errors
 from neo_compile.app.bench.loads import add_load_options, describe_load, read_load
 from neo_compile.app.bench.systems import DEVICE_ONLY_ANSWERS, ONE_TIER, SYSTEMS_HELP, UNLIMITED, parse_systems
 from neo_compile.app.bench.traces import Lengths
-from neo_compile.app.options import add_engine_options, add_model_options
+from neo_compile.app.options import add_engine_options, add_model_options, output_file
 from neo_compile.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def add_parser(subparsers: Any) -> None:
     add_serving_options(parser, num_requests=40)
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="of each policy (default: %(default)s)")
     parser.add_argument("--cost-errors", action="store_true", help=COST_ERRORS_HELP)
-    parser.add_argument("--timeline", metavar="FILE", help="afterwards one run more of neo, as a trace for Perfetto")
+    parser.add_argument(
+        "--timeline", type=output_file, metavar="FILE", help="afterwards one run more of neo, as a trace for Perfetto"
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,7 +75,9 @@ def add_serving_options(
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="leave out longer requests (default: the model's context)"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write config, machine and rows to FILE, for `neo plot`")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write config, machine and rows to FILE, for `neo plot`"
+    )
     add_engine_options(parser, policy_help=f"{SYSTEMS_HELP} (default: {default_policy})", default_policy=None)
 
 

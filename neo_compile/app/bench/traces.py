@@ -6,8 +6,9 @@ import csv
 import gzip
 import json
 import random
+import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -51,7 +52,12 @@ def read_lengths(trace: str, num_requests: int, seed: int = 0) -> list[Lengths]:
     path = Path(trace)
     if not path.is_file():
         raise ConfigError(f"no trace {trace!r}: use {', '.join(TRACES)} or a .csv, .json or .jsonl file (also .gz)")
-    lengths = list(islice(_read_file(path), num_requests))
+    try:
+        lengths = list(islice(_read_file(path), num_requests))
+    except ConfigError:
+        raise
+    except (OSError, EOFError, zlib.error, csv.Error, ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"cannot read --trace {path}: {error}") from error
     if len(lengths) < num_requests:
         raise ConfigError(f"{trace} holds {len(lengths)} requests, --num-requests asks for {num_requests}")
     return lengths
@@ -80,13 +86,17 @@ def _read_file(path: Path) -> Any:
             rows = json.load(lines)
         else:
             raise ConfigError(f"{path}: unknown kind of trace {kind!r}, use .csv, .json or .jsonl (also .gz)")
+        if not isinstance(rows, Iterable) or isinstance(rows, dict):
+            raise ConfigError(f"{path} holds no requests: it must be a list of objects")
         for row in rows:
             yield _lengths_of(row, path)
 
 
-def _lengths_of(row: dict[str, Any], path: Path) -> Lengths:
+def _lengths_of(row: Any, path: Path) -> Lengths:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path} holds {row!r}, where a request must be an object with the tokens of each side")
     for prompt_column, output_column in _COLUMNS:
-        if prompt_column in row:
+        if prompt_column in row and output_column in row:
             return Lengths(max(1, int(row[prompt_column])), max(1, int(row[output_column])))
     known = " or ".join(f"{prompt} and {output}" for prompt, output in _COLUMNS)
-    raise ConfigError(f"{path} has the columns {', '.join(row)}; {known} are needed")
+    raise ConfigError(f"{path} has the columns {', '.join(map(str, row))}; {known} are needed")

@@ -11,23 +11,24 @@ from typing import Any
 
 from neo_compile.app.bench.loads import add_load_options, describe_load, poisson_arrivals, read_load
 from neo_compile.app.bench.systems import SYSTEMS_HELP, parse_systems
-from neo_compile.app.options import add_settings_option, parse_settings
+from neo_compile.app.options import add_settings_option, number_option, output_file, parse_settings
 from neo_compile.app.progress import StatusLine
 from neo_compile.app.simulate.figures import FIGURES, FULL, QUICK, Row
 from neo_compile.app.simulate.load import metrics_of, simulate
 from neo_compile.app.simulate.setups import SETUPS, Machine, find_setup, read_profile
 from neo_compile.app.tables import format_table
+from neo_compile.checks import COUNT, NOT_NEGATIVE, POSITIVE
 from neo_compile.errors import ConfigError
 
 DEFAULT_POLICIES = "device-only:swap,device-only:recompute,device-only:reserve,neo,host-only,symmetric"
 DEFAULT_SETUP = "t4"
 OVERRIDES = {
-    "device_tokens": (int, "size of the device cache, in tokens"),
-    "host_tokens": (int, "size of the host cache, in tokens"),
-    "device_gbps": (float, "at which the device's decode attention reads KV"),
-    "host_gbps": (float, "at which the host's does"),
-    "link_gbps": (float, "at which KV moves between the tiers"),
-    "launch_ms": (float, "what a layer's host attention costs beside the attention"),
+    "device_tokens": (COUNT, "size of the device cache, in tokens"),
+    "host_tokens": (COUNT, "size of the host cache, in tokens"),
+    "device_gbps": (POSITIVE, "at which the device's decode attention reads KV"),
+    "host_gbps": (POSITIVE, "at which the host's does"),
+    "link_gbps": (POSITIVE, "at which KV moves between the tiers"),
+    "launch_ms": (NOT_NEGATIVE, "what a layer's host attention costs beside the attention"),
 }
 CACHE_SIZES = ("device_tokens", "host_tokens")
 
@@ -62,10 +63,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="figures from small loads: rougher, in a third of the time"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write config and rows to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write config and rows to FILE")
     add_load_options(parser, num_requests=200)
     parser.add_argument(
-        "--request-rate", type=float, metavar="R", help="Poisson arrivals, R a second (default: all at once)"
+        "--request-rate",
+        type=number_option(POSITIVE),
+        metavar="R",
+        help="Poisson arrivals, R a second (default: all at once)",
     )
     parser.add_argument(
         "--policy", metavar="NAMES", help=f"{SYSTEMS_HELP} (not simulated). Default: {DEFAULT_POLICIES}"
@@ -79,8 +83,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="cost tables of `neo profile` (`neo doctor` lists them), with --device-tokens and --host-tokens",
     )
-    for name, (kind, text) in OVERRIDES.items():
-        setup.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    for name, (allowed, text) in OVERRIDES.items():
+        setup.add_argument(f"--{name.replace('_', '-')}", type=number_option(allowed), metavar="N", help=text)
     add_settings_option(parser, ("scheduler",))
     parser.set_defaults(run=run)
 
@@ -134,8 +138,6 @@ def _text(value: float | None, digits: int = 2) -> str:
 
 def _load_rows(args: argparse.Namespace, status: StatusLine) -> list[Row]:
     systems, machine, lengths = parse_systems(args.policy or DEFAULT_POLICIES), _machine(args), read_load(args)
-    if args.request_rate is not None and args.request_rate <= 0:
-        raise ConfigError(f"--request-rate {args.request_rate} must be positive")
     arrivals = poisson_arrivals(len(lengths), args.request_rate, args.seed) if args.request_rate else None
     options = parse_settings(args.set, ("scheduler",))["scheduler"]
     rows = []
@@ -174,9 +176,6 @@ def _load_table(rows: Sequence[Row]) -> str:
 
 def _machine(args: argparse.Namespace) -> Machine:
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name) is not None}
-    for name, value in given.items():
-        if value < 0 or (value == 0 and name != "launch_ms"):
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be positive")
     if args.profile is None:
         return replace(find_setup(args.setup or DEFAULT_SETUP), **given)
     measured = [name for name in ("setup", *OVERRIDES) if name not in CACHE_SIZES and getattr(args, name) is not None]
