@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from neo_compile.runtime.request import Tier
 
@@ -62,6 +62,11 @@ class BlockPool:
             assert self._is_taken[block_id], f"{self.tier.value} block {block_id} freed twice"
             self._is_taken[block_id] = 0
             self._free.append(block_id)
+
+    def reset(self, is_taken: Sequence[bool]) -> None:
+        """From now on exactly these blocks are taken, whatever was before."""
+        self._is_taken = bytearray(is_taken)
+        self._free = [block_id for block_id in range(self.num_blocks - 1, -1, -1) if not self._is_taken[block_id]]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block is either free, once, or taken."""

@@ -12,7 +12,6 @@ import inspect
 import threading
 import types
 import warnings
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -30,7 +29,7 @@ from neo_compile.runtime.device import DeviceConfig
 from neo_compile.runtime.generate.calls import CallReader, CannotServeError
 from neo_compile.runtime.generate.counters import GenerateStats
 from neo_compile.runtime.generate.forward import OutputForm, serve_forward
-from neo_compile.runtime.generate.rows import TIERS, PagedRows
+from neo_compile.runtime.generate.rows import TIERS
 from neo_compile.runtime.generate.serving import Serving, ServingOptions
 from neo_compile.runtime.generate.views import paged_cache_of
 from neo_compile.runtime.kv_cache import CacheConfig
@@ -166,7 +165,6 @@ class EnabledModel:
         self._options = options
         self._stats = GenerateStats()
         self._lock = threading.RLock()
-        self._graveyard: deque[PagedRows] = deque()
         self._serving: Serving | None = None
         self._unsupported: str | None = None
         self._key: tuple[Any, ...] | None = None
@@ -186,7 +184,7 @@ class EnabledModel:
                 call = self._reader.read(args, kwargs)
                 cache = call.cache
                 serving, form = self._serving_now(is_first=paged_cache_of(cache) is None)
-                outputs = serve_forward(serving, form, call, self._graveyard)
+                outputs = serve_forward(serving, form, call)
                 self._stats.num_served += 1
                 return outputs if call.return_dict else outputs.to_tuple()
             except CannotServeError as error:
@@ -202,10 +200,10 @@ class EnabledModel:
     def stats(self) -> GenerateStats:
         """A copy of the counters."""
         with self._lock:
-            self._bury()
             copied = GenerateStats(**vars(self._stats))
             copied.fallbacks = dict(self._stats.fallbacks)
             if self._serving is not None:
+                self._serving.blocks.settle()
                 pools = self._serving.blocks.pools
                 copied.block_size = self._serving.blocks.block_size
                 copied.device_blocks, copied.host_blocks = (pools[tier].num_blocks for tier in TIERS)
@@ -252,7 +250,6 @@ class EnabledModel:
             raise CannotServeError("the model is in training mode (call model.eval())")
         if torch.is_autocast_enabled("cpu"):
             raise CannotServeError("autocast (load the model in that dtype instead)")
-        self._bury()
         if is_first:
             if _has_hooks(self._model):
                 raise CannotServeError("modules have forward hooks")
@@ -283,11 +280,6 @@ class EnabledModel:
             self._warn(error.reason)
         finally:
             self._model.__dict__.update(replaced)
-
-    def _bury(self) -> None:
-        """Free the rows of caches that died."""
-        while self._graveyard:
-            self._graveyard.popleft().clear()
 
     def _count_fallback(self, reason: str) -> None:
         self._stats.fallbacks[reason] = self._stats.fallbacks.get(reason, 0) + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +89,7 @@ class OutputForm:
         return self.output_class(**{"logits": logits, self.cache_name: cache})
 
 
-def serve_forward(serving: Serving, form: OutputForm, call: ForwardCall, graveyard: deque[PagedRows]) -> Any:
+def serve_forward(serving: Serving, form: OutputForm, call: ForwardCall) -> Any:
     """Run one forward; the cache grows by its tokens.
 
     Raises:
@@ -115,7 +114,7 @@ def serve_forward(serving: Serving, form: OutputForm, call: ForwardCall, graveya
     if cache is None:
         rows.clear()
         return form.outputs(logits, None)
-    paged = PagedCache(rows, serving.memory, layers, serving.stats, graveyard)
+    paged = PagedCache(rows, serving.memory, layers, serving.stats)
     paged.num_lost_columns = _num_lost_columns(layers)
     paged.attach(cache)
     return form.outputs(logits, cache)

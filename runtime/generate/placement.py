@@ -7,15 +7,18 @@ other way round when the host fills and the device has room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neo_compile.errors import CapacityError
-from neo_compile.runtime.generate.rows import TIERS, Int32s, PagedRows
+from neo_compile.runtime.generate.rows import TIERS, Bools, Int32s, PagedRows
 from neo_compile.runtime.request import Tier
+
+Ints = NDArray[np.integer[Any]]
 
 _DEVICE, _HOST = 0, 1  # positions in TIERS
 
@@ -51,7 +54,7 @@ def make_room(rows: PagedRows, num_new: Int32s, tiers: Sequence[Tier] = TIERS) -
     Raises:
         CapacityError: the tiers cannot hold the rows; nothing has changed.
     """
-    with rows.blocks.lock:
+    with rows.blocks.changing():
         if (rows.num_needed(num_new) <= rows.num_blocks).all() and not _is_shared(rows, num_new).any():
             return Room()  # most decode iterations
         placed = _place(rows, num_new, [TIERS.index(tier) for tier in tiers])
@@ -67,12 +70,15 @@ def _place(rows: PagedRows, num_new: Int32s, codes: Sequence[int]) -> NDArray[np
     """The tier of each row such that everything fits; changes nothing."""
     blocks = rows.blocks
     total = np.maximum(rows.num_needed(num_new), rows.num_blocks)
-    growth = total - rows.num_blocks + _is_shared(rows, num_new)
+    growth = total - rows.num_blocks
+    writers, written = _written(rows, num_new)
     free = [blocks.num_free(tier) for tier in TIERS]
     placed = rows.tiers.copy()
     is_new = rows.num_blocks == 0
-    for code in (_DEVICE, _HOST):
+    for code, tier in enumerate(TIERS):
+        block_ids, num_writers = np.unique(written[placed[writers] == code], return_counts=True)
         free[code] -= int(growth[~is_new & (placed == code)].sum())
+        free[code] -= int(_num_copies(blocks.counts(tier, block_ids), num_writers).sum())
     for row in np.flatnonzero(is_new):
         need = int(total[row])
         headroom = min(1, need)
@@ -81,9 +87,10 @@ def _place(rows: PagedRows, num_new: Int32s, codes: Sequence[int]) -> NDArray[np
         code = next(roomy, codes[0])
         placed[row] = code
         free[code] -= need
+    written_by = dict(zip(writers.tolist(), written.tolist(), strict=True))
     for code, other in ((_DEVICE, _HOST), (_HOST, _DEVICE)):
         if free[code] < 0 and other in codes:
-            _relieve(rows, placed, free, growth, is_new, code, other)
+            _relieve(rows, placed, free, growth, written_by, code, other)
     if min(free) < 0:
         raise _does_not_fit(rows, total)
     return placed
@@ -94,25 +101,27 @@ def _relieve(
     placed: NDArray[np.int8],
     free: list[int],
     growth: Int32s,
-    is_new: NDArray[np.bool_],
+    written_by: Mapping[int, int],
     code: int,
     other: int,
 ) -> None:
     """Move rows from one tier to the other, the last first, until the one has no debt, as far as the other has room."""
-    holders = rows.blocks.all_counts(TIERS[code])  # of each block, once the rows so far have moved
-    has_moved = np.zeros(len(holders), dtype=np.bool_)
-    for row in np.flatnonzero(placed == code)[::-1]:
+    num_holders = rows.blocks.all_counts(TIERS[code])
+    members = np.flatnonzero(placed == code).tolist()
+    written = [written_by[row] for row in members if row in written_by]
+    staying = _Group(num_holders, np.bincount(written, minlength=len(num_holders)))
+    moving = _Group(np.zeros_like(num_holders), np.zeros_like(num_holders))
+    for row in members[::-1]:
         if free[code] >= 0:
             return
-        held = rows.table(row)[:0] if is_new[row] else rows.table(row)
-        need = int(growth[row] + (~has_moved[held]).sum())  # a block that several moving rows share moves once
+        held, block = rows.table(row), written_by.get(row)
+        need = int(growth[row]) + moving.add(held, block, 1)
         if free[other] < need:
+            moving.add(held, block, -1)
             continue
-        holders[held] -= 1
-        has_moved[held] = True
         placed[row] = other
-        free[code] += int(growth[row] + (holders[held] == 0).sum())
         free[other] -= need
+        free[code] += int(growth[row]) - staying.add(held, block, -1)
 
 
 def _does_not_fit(rows: PagedRows, total: Int32s) -> CapacityError:
@@ -131,32 +140,69 @@ def _does_not_fit(rows: PagedRows, total: Int32s) -> CapacityError:
     )
 
 
+def _written(rows: PagedRows, num_new: Int32s) -> tuple[NDArray[np.int64], Int32s]:
+    """Rows whose next token goes into a block that they hold already, a partly filled one, and that block's id."""
+    writers = np.flatnonzero((num_new > 0) & (rows.lengths % rows.blocks.block_size != 0))
+    return writers, rows.tables[writers, rows.lengths[writers] // rows.blocks.block_size]
+
+
 def _is_shared(rows: PagedRows, num_new: Int32s) -> NDArray[np.bool_]:
-    """Rows whose next token goes into a block that others share. Only a partly filled block can be one."""
+    """Rows whose next token goes into a block that others share."""
     shared = np.zeros(rows.num_rows, dtype=np.bool_)
-    partial = np.flatnonzero((num_new > 0) & (rows.lengths % rows.blocks.block_size != 0))
-    if len(partial):
-        last = rows.tables[partial, rows.lengths[partial] // rows.blocks.block_size]
-        for code, tier in enumerate(TIERS):
-            mine = rows.tiers[partial] == code
-            shared[partial[mine]] = rows.blocks.counts(tier, last[mine]) > 1
+    writers, written = _written(rows, num_new)
+    for code, tier in enumerate(TIERS):
+        mine = rows.tiers[writers] == code
+        shared[writers[mine]] = rows.blocks.counts(tier, written[mine]) > 1
     return shared
+
+
+def _num_copies(num_holders: Ints, num_writers: Ints) -> Ints:
+    """Copies of each block so that all that write into it have one of their own: the last holder keeps the block."""
+    is_kept: Bools = (num_writers > 0) & (num_writers == num_holders)
+    return num_writers - is_kept
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows that live in one tier, together with the copies that their writing takes.
+
+    Attributes:
+        num_holders, num_writers: rows that hold, and that write, each block of the tier where the rows are now.
+    """
+
+    num_holders: Ints
+    num_writers: Ints
+
+    def add(self, held: Int32s, written: int | None, count: int) -> int:
+        """A row joins (count 1) or leaves (-1); how many more blocks the group takes. Rows share as they do now."""
+        before = self._num_blocks(held)
+        self.num_holders[held] += count
+        if written is not None:
+            self.num_writers[written] += count
+        return self._num_blocks(held) - before
+
+    def _num_blocks(self, block_ids: Int32s) -> int:
+        num_holders, num_writers = self.num_holders[block_ids], self.num_writers[block_ids]
+        return int((num_holders > 0).sum() + _num_copies(num_holders, num_writers).sum())
 
 
 def _move(rows: PagedRows, moving: NDArray[np.int64], code: int, room: Room) -> None:
     """Move rows to tier `code`, and blocks that they share once; the blocks that nobody holds any more are free."""
     source, target = TIERS[1 - code], TIERS[code]
     held = [rows.table(row).copy() for row in moving]
-    rows.tiers[moving] = code
+    tiers, tables = rows.tiers.copy(), rows.tables.copy()
+    tiers[moving] = code
     room.num_moved_rows += sum(len(old) > 0 for old in held)
     old_ids, positions = np.unique(np.concatenate(held) if held else np.empty(0, np.int32), return_inverse=True)
     if not len(old_ids):
+        rows.tiers = tiers
         return
     new_ids = rows.blocks.take(target, len(old_ids))
     start = 0
     for row, old in zip(moving, held, strict=True):
-        rows.tables[row, : len(old)] = new_ids[positions[start : start + len(old)]]
+        tables[row, : len(old)] = new_ids[positions[start : start + len(old)]]
         start += len(old)
+    rows.become(tiers=tiers, tables=tables)
     rows.blocks.share(target, new_ids[positions])
     rows.blocks.release(target, new_ids)  # `take` held them once, for nobody
     rows.blocks.release(source, np.concatenate(held))

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from neo_compile.config import StageKind
+from neo_compile.errors import CapacityError
 from neo_compile.runtime.batch import BatchTensors, ChunkRow, DecodeTable, assemble
 from neo_compile.runtime.block_pool import BlockPool
 from neo_compile.runtime.captured import captured_model
@@ -125,7 +126,7 @@ class Serving:
         else:
             num_new = block.valid.sum(axis=1, dtype=np.int32)
         with self.device.launching():
-            copies = self._start_copies(self._make_room(rows, num_new))
+            copies = self._make_room(rows, num_new)
             try:
                 if num_columns == 1 and block.valid is None:
                     logits = self._decode(rows, block, copies)
@@ -148,8 +149,7 @@ class Serving:
         Raises:
             CapacityError: the rows do not fit; nothing has changed.
         """
-        room = self._make_room(rows, valid.sum(axis=1, dtype=np.int32))
-        copies = self._start_copies(room)
+        copies = self._make_room(rows, valid.sum(axis=1, dtype=np.int32))
         if copies is not None:
             copies.finish()
         rows.append(valid, valid.shape[1])
@@ -158,10 +158,17 @@ class Serving:
             for tier, cells in find_cells(rows, first).items():
                 self.memory[tier].write(index, cells.slots, cells.of(keys), cells.of(values))
 
-    def _make_room(self, rows: PagedRows, num_new: Int32s) -> list[BlockCopies]:
-        room = make_room(rows, num_new, self._tiers)
-        self.stats.num_swaps += room.num_moved_rows
-        return room.copies
+    def _make_room(self, rows: PagedRows, num_new: Int32s) -> LayerCopies | None:
+        """Blocks for new tokens, and the copies for it, under way."""
+        try:
+            room = make_room(rows, num_new, self._tiers)
+            self.stats.num_swaps += room.num_moved_rows
+            return self._start_copies(room.copies)
+        except CapacityError:
+            raise
+        except BaseException:
+            rows.clear()  # an interrupt: the tables may count on copies that nobody will make
+            raise
 
     def _start_copies(self, copies: Sequence[BlockCopies]) -> LayerCopies | None:
         """Make all copies but the last, which may overlap the iteration: each may write what the one before reads."""

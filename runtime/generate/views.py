@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ class PagedCache:
         rows: its block tables; owned from now on.
         memory: both tiers' KV.
         layers: the dense layers that the views stand for. Their data is dropped; they come back in `densify`.
-        graveyard: where the rows go when the cache dies; whoever next holds the lock clears them.
     """
 
     def __init__(
@@ -44,17 +42,12 @@ class PagedCache:
         memory: Mapping[Tier, KVCache],
         layers: Sequence[DynamicLayer],
         stats: GenerateStats,
-        graveyard: deque[PagedRows],
     ) -> None:
         self.rows, self.memory, self.stats = rows, memory, stats
         self.layers = [_emptied(layer) for layer in layers]
         self.num_lost_columns = 0
-        self._graveyard = graveyard
         self._owner: weakref.ref[DynamicCache] | None = None
-        # Views hold this object, also those that outlive their cache or lie in a shallow copy of it. The rows are not
-        # cleared here: a finalizer may run in any thread, in the middle of anything.
-        self._finalizer = weakref.finalize(self, graveyard.append, rows)
-        self._finalizer.atexit = False
+        # Views hold this object and so the rows, also those that outlive their cache or lie in a shallow copy of it.
 
     def attach(self, cache: DynamicCache) -> None:
         """Put views into `cache`."""
@@ -68,7 +61,6 @@ class PagedCache:
             owner = self._owner() if self._owner is not None else None
             if owner is not None:
                 owner.layers[:] = dense
-            self._finalizer.detach()
             self.rows.clear()
             self.stats.num_densified += 1
             return dense
@@ -120,7 +112,7 @@ class PagedCache:
     def copy_for(self, cache: DynamicCache) -> PagedCache:
         """The same KV for a copy of the cache; blocks are shared until somebody writes."""
         with self.rows.blocks.lock:
-            copied = PagedCache(self.rows.fork(), self.memory, self.layers, self.stats, self._graveyard)
+            copied = PagedCache(self.rows.fork(), self.memory, self.layers, self.stats)
             copied.num_lost_columns = self.num_lost_columns
             copied._owner = weakref.ref(cache)
             return copied

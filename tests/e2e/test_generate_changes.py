@@ -6,12 +6,14 @@ import copy
 import gc
 import pickle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import neo_compile
 from neo_compile.runtime.generate.enabling import CUSTOM_GENERATE, EnabledModel, serving_options
+from neo_compile.runtime.generate.serving import Serving
 from tests.helpers.engines import greedy, hf_greedy, make_engine
 from tests.helpers.generation import ONE_THREAD, enable_one_tier, enable_tiers, left_padded, pair
 
@@ -145,3 +147,28 @@ def test_autocast_falls_back():
         with pytest.warns(UserWarning, match="autocast"):
             logits = model(IDS).logits
         assert torch.equal(logits, eager(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_cache_whose_copies_were_interrupted_is_empty_and_usable(monkeypatch):
+    model, eager = pair()
+    with enable_tiers(model) as enabled:
+        cache = model(IDS, use_cache=True).past_key_values
+        with monkeypatch.context() as patch:
+            patch.setattr(Serving, "_start_copies", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                model(IDS[:, -1:], past_key_values=cache)
+        assert (cache.get_seq_length(), neo_compile.stats(model).device_blocks_taken) == (0, 0)
+        logits = model(IDS, past_key_values=cache).logits
+        torch.testing.assert_close(logits, eager(IDS).logits, rtol=1e-4, atol=1e-4)
+        assert neo_compile.stats(model).num_fallbacks == 0
+        enabled._serving.blocks.check_integrity()
+
+
+def test_beams_that_just_fit():
+    """Two beams in one block of 16 tokens: one copies it, the other keeps it."""
+    model, eager = pair()
+    options = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False, "pad_token_id": 0}
+    prompt = left_padded([6])
+    with enable_tiers(model, device_blocks=2, host_blocks=0, policy="device-only"):
+        assert torch.equal(model.generate(**prompt, **options), eager.generate(**prompt, **options))

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -91,7 +96,7 @@ def test_random_operations_lose_nothing(seed):
         for each in models:
             each.check()
         blocks.check_integrity()
-    assert num_moved > 5
+    assert num_moved > 2
     assert num_copies > 20
     assert num_refused > 0
     for model in models:
@@ -132,6 +137,125 @@ def test_the_last_holder_of_a_shared_block_keeps_it():
     assert [len(copy.pairs) for copy in room.copies] == [2]
     assert blocks.pools[Tier.DEVICE].num_taken == 1 + 3
     assert not make_room(rows, np.ones(3, dtype=np.int32)).copies
+
+
+@pytest.mark.parametrize(("num_device", "num_host", "tiers"), [(2, 0, [0, 0]), (1, 1, [0, 1]), (1, 2, [1, 1])])
+def test_two_beams_that_write_into_one_block_need_one_copy(num_device, num_host, tiers):
+    """With one block in each tier a beam moves, and alone there it shares nothing."""
+    blocks = shared_blocks(num_device, num_host)
+    rows = PagedRows(blocks, 1)
+    make_room(rows, np.array([2], dtype=np.int32))
+    rows.append(None, 2)
+    rows.select(np.array([0, 0]))
+    room = make_room(rows, np.ones(2, dtype=np.int32))
+    assert [len(copy.pairs) for copy in room.copies] == [1]
+    assert rows.tiers.tolist() == tiers
+    assert blocks.pools[Tier.DEVICE].num_taken + blocks.pools[Tier.HOST].num_taken == 2
+    blocks.check_integrity()
+
+
+def test_a_block_that_another_cache_holds_too_is_copied_for_every_writer():
+    blocks = shared_blocks(3, 0)
+    rows = PagedRows(blocks, 1)
+    make_room(rows, np.array([2], dtype=np.int32))
+    rows.append(None, 2)
+    other = rows.fork()
+    rows.select(np.array([0, 0]))
+    make_room(rows, np.ones(2, dtype=np.int32))
+    assert blocks.num_free(Tier.DEVICE) == 0
+    with pytest.raises(CapacityError):
+        make_room(other, np.full(1, 3, dtype=np.int32))
+
+
+def operations(blocks: SharedBlocks, memory: dict[Tier, np.ndarray]) -> Model:
+    """Every way in which tables change: grow, share, copy, move, crop."""
+    model = Model(blocks, memory, 2)
+    model.append([[1] * 6, [2] * 3])
+    model.rows.select(np.array([0, 0, 1]))
+    model.values = [list(model.values[index]) for index in (0, 0, 1)]
+    copied = model.rows.fork()
+    model.append([[3] * 4] * 3)
+    assert model.append([[4] * 4] * 3).num_moved_rows > 0
+    copied.crop(2)
+    copied.clear()
+    return model
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the n-th line that the runtime's block tables and pools execute."""
+
+    FILES = ("generate/rows.py", "generate/placement.py", "runtime/block_pool.py")
+
+    def __init__(self, at: int) -> None:
+        self.num_left = at
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(self.FILES):
+            return None
+        if event == "line":
+            self.num_left -= 1
+            if self.num_left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(work: Callable[[], object], at: int) -> bool:
+    """Whether `work` was interrupted rather than done before."""
+    tracer = sys.gettrace()
+    try:
+        sys.settrace(Interrupter(at))
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(tracer)
+    return False
+
+
+def test_an_interrupt_at_any_line_loses_no_block_and_frees_none_twice():
+    blocks = shared_blocks(8, 12)
+    memory = {tier: np.zeros((pool.num_blocks, BLOCK_SIZE), dtype=np.int64) for tier, pool in blocks.pools.items()}
+    bystander = Model(blocks, memory, 2)
+    bystander.append([[8] * 5, [9] * 2])
+    at = 1
+    while interrupted(lambda: operations(blocks, memory), at):
+        blocks.check_integrity()
+        assert sum(pool.num_taken for pool in blocks.pools.values()) == 3
+        bystander.check()
+        at += 7
+    assert at > 200
+    bystander.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.select(np.array([1, 0, 1])),
+        lambda rows: rows.crop(3),
+        lambda rows: rows.fork(),
+        lambda rows: rows.append(None, 1),
+    ],
+    ids=["select", "crop", "fork", "append"],
+)
+def test_rows_whose_change_is_interrupted_are_what_they_were_or_what_they_become(change):
+    def rows_before() -> PagedRows:
+        rows = PagedRows(shared_blocks(12, 0), 2)
+        make_room(rows, np.array([7, 4], dtype=np.int32))
+        rows.append(np.arange(7) >= np.array([[0], [3]]), 7)
+        return rows
+
+    def state(rows: PagedRows) -> tuple[Any, ...]:
+        return rows.num_columns, rows.lengths.tolist(), rows.valid.tolist()
+
+    allowed = [rows_before(), rows_before()]
+    change(allowed[1])
+    at = 1
+    while interrupted(partial(change, rows := rows_before()), at):
+        rows.blocks.check_integrity()
+        assert state(rows) in [state(each) for each in allowed]
+        assert (rows.num_blocks >= rows.num_needed()).all()
+        at += 1
+    assert at > 2
 
 
 def test_rows_that_move_together_go_on_sharing():
