@@ -233,5 +233,5 @@ def test_disable_and_copies(models):
         neo_compile.stats(copied)
     with pytest.raises(ConfigError, match="policy='fast'"):
         neo_compile.enable(model, policy="fast")
-    with pytest.raises(ConfigError, match="not a size in bytes"):
+    with pytest.raises(ConfigError, match="device_cache='much', must be bytes"):
         neo_compile.enable(model, device_cache="much")
