@@ -8,8 +8,10 @@ outputs rebuilt as views. A linear stage normally has neither, and then the code
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +52,10 @@ def compile_with_inductor(
     # The autograd cache would return the wrapped function without calling `keep_inner`; the cache of compiled code is
     # below it and stays on.
     no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
-    with torch.no_grad(), tracing(TracingContext(fake_mode_of(inputs))), no_cache:
+    # That cache knows operators by their names, not by how they are lowered here.
+    tag = f"{torch.compiler.config.cache_key_tag} neo {_digest_of_lowerings()}"
+    own_cache = torch.compiler.config.patch(cache_key_tag=tag)
+    with torch.no_grad(), tracing(TracingContext(fake_mode_of(inputs))), no_cache, own_cache:
         wrapped: Any = compile_fx(gm, inputs, inner_compile=keep_inner, config_patches=patches)
     if is_plain and len(compiled) == 1:
         code = compiled[0]
@@ -69,6 +74,12 @@ def load_artifact(source: str) -> Artifact:
 
     module: Any = PyCodeCache.load(source)
     return Artifact(module.call, "inductor", source)
+
+
+@functools.cache
+def _digest_of_lowerings() -> str:
+    """Of this file."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 @functools.cache
