@@ -53,8 +53,8 @@ def compile_with_inductor(
     # below it and stays on.
     no_cache = torch._functorch.config.patch(enable_autograd_cache=False)
     # That cache knows operators by their names, not by how they are lowered here.
-    tag = f"{torch.compiler.config.cache_key_tag} neo {_digest_of_lowerings()}"
-    own_cache = torch.compiler.config.patch(cache_key_tag=tag)
+    config: Any = torch.compiler.config
+    own_cache = config.patch(cache_key_tag=f"{config.cache_key_tag} neo {_digest_of_lowerings()}")
     with torch.no_grad(), tracing(TracingContext(fake_mode_of(inputs))), no_cache, own_cache:
         wrapped: Any = compile_fx(gm, inputs, inner_compile=keep_inner, config_patches=patches)
     if is_plain and len(compiled) == 1:

