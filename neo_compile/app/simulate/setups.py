@@ -7,6 +7,7 @@ are those under which the published gains can be understood at all (24 / 22 / 45
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from neo_compile.runtime.cost_tables import TableCostModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Machine(ABC):
     """What a load is simulated on. `device_tokens` and `host_tokens` are the sizes of the two caches."""
 
     title: str
@@ -24,9 +25,9 @@ class Machine:
     host_tokens: int
     block_size: int = 16
 
+    @abstractmethod
     def cost_model(self) -> CostModel:
         """A cost model that no run has corrected yet."""
-        raise NotImplementedError
 
     @property
     def device_blocks(self) -> int:
