@@ -5,12 +5,17 @@
     onednn     oneDNN's product with the same packed weights
     frozen     Inductor with constant weights: packed too, but nothing can be shared
 
+`test_step` runs all linear stages of SmolLM2 in bf16 on one thread, without attention, in turn with our kernel and with
+oneDNN's on the same weights.
+
 Ids are dtype-outxin-tokens-impl. A call works through more weights than the last-level cache can hold; extra_info has
 GB/s of weights and their share of the sequential read bandwidth, the best pass so far.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from neo_compile import _native
+from neo_compile import _native, packed_linear
 from neo_compile.app.bench.bandwidth import BandwidthMeter, last_level_cache_bytes
+from neo_compile.app.models import SMOLLM2, ModelNotFoundError, load_model
+from neo_compile.capture import capture
 from neo_compile.host_attention import WorkerPool
 from neo_compile.packed_linear import can_pack
 from neo_compile.passes.inductor import compile_with_inductor
@@ -133,3 +140,49 @@ def test_linear(
     if benchmark.stats is not None:
         gbps = layers.num_bytes / benchmark.stats.stats.median / 1e9
         benchmark.extra_info.update(gbps=round(gbps, 2), bandwidth_share=round(gbps / bandwidth, 3))
+
+
+class Echo:
+    """Attention that costs nothing."""
+
+    def begin(self, site: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: object) -> Any:
+        """The ticket is q."""
+        return q
+
+    def finish(self, ticket: Any) -> Any:
+        """The result is q."""
+        return ticket
+
+
+@pytest.fixture(scope="module")
+def staged() -> Any:
+    """SmolLM2 in bf16, for one thread."""
+    torch.set_num_threads(1)
+    try:
+        model, _ = load_model(SMOLLM2, torch.bfloat16)
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+    return capture(model, num_threads=1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6, 16, 32])
+def test_step(benchmark: Any, monkeypatch: pytest.MonkeyPatch, staged: Any, num_tokens: int) -> None:
+    if not packed_linear.max_few_tokens(torch.bfloat16):
+        pytest.skip("no kernel of our own here")
+    torch.set_num_threads(1)
+    positions = torch.arange(num_tokens)[None]
+    inputs = {"input_ids": torch.ones_like(positions), "position_ids": positions, "logit_rows": torch.zeros(1).long()}
+    limits = {"own": packed_linear.max_few_tokens, "onednn": lambda dtype: 0}
+    times: dict[str, list[float]] = {name: [] for name in limits}
+
+    def run_both() -> None:
+        for name, limit in limits.items():
+            monkeypatch.setattr(packed_linear, "max_few_tokens", limit)
+            start = time.perf_counter()
+            staged.run(Echo(), **inputs)
+            times[name].append(1e3 * (time.perf_counter() - start))
+
+    benchmark.pedantic(run_both, rounds=20, warmup_rounds=3)
+    medians = {name: statistics.median(values[3:]) for name, values in times.items()}
+    benchmark.extra_info.update({f"{name}_ms": round(value, 2) for name, value in medians.items()})
+    benchmark.extra_info["onednn_over_own"] = round(medians["onednn"] / medians["own"], 2)
