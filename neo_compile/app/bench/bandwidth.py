@@ -46,14 +46,14 @@ def huge_page_buffer(num_bytes: int) -> Tensor:
 
 
 class BandwidthMeter:
-    """Keeps the best rate of all passes of a run, so that one quiet moment is enough to find the ceiling.
+    """Reads a buffer with each number of streams; the best pass counts.
 
     Args:
         pool: the threads that read; it must have as many as the kernels that are measured.
         num_bytes: of the buffer, far above the last-level cache.
 
     Attributes:
-        gbps: the best rate so far, in GB/s.
+        gbps: the best rate of all passes so far, in GB/s.
         streams: the number of streams a thread that gave it; 0 before the first `measure`.
     """
 
@@ -63,13 +63,17 @@ class BandwidthMeter:
         self.gbps = 0.0
         self.streams = 0
 
+    def read(self) -> dict[int, float]:
+        """Read the buffer once with each number of streams: GB/s by that number."""
+        rates = {}
+        for streams in STREAM_COUNTS:
+            ticket = self._pool.submit_read(self._buffer, streams)
+            ticket.wait()
+            rates[streams] = gbps = self._buffer.numel() / (ticket.end_ns - ticket.start_ns)
+            if gbps > self.gbps:
+                self.gbps, self.streams = gbps, streams
+        return rates
+
     def measure(self, passes: int) -> float:
-        """Read the buffer `passes` times with each number of streams; the best GB/s of this and all earlier calls."""
-        for _ in range(passes):
-            for streams in STREAM_COUNTS:
-                ticket = self._pool.submit_read(self._buffer, streams)
-                ticket.wait()
-                gbps = self._buffer.numel() / (ticket.end_ns - ticket.start_ns)
-                if gbps > self.gbps:
-                    self.gbps, self.streams = gbps, streams
-        return self.gbps
+        """The best GB/s of `passes` reads with each number of streams."""
+        return max(max(self.read().values()) for _ in range(passes))

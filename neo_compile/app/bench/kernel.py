@@ -68,6 +68,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--block-size", default="16", metavar="N", help="tokens of a cache block (default: 16)")
     parser.add_argument("--scattered", action="store_true", help="our blocks in random order, as after long serving")
     parser.add_argument("--threads", metavar="N", help="threads of every implementation (default: all usable CPUs)")
+    parser.add_argument("--rounds", metavar="N", help="turns of every implementation (default: 7; 3 with --quick)")
     parser.add_argument("--quick", action="store_true", help="one small case and few rounds: rough figures, in seconds")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write config, machine and rows to FILE")
     parser.set_defaults(run=run)

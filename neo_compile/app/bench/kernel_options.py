@@ -6,7 +6,7 @@ import argparse
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,11 +70,12 @@ def read_settings(args: argparse.Namespace) -> Settings:
     )
     cold_bytes = last_level_cache_bytes() * (2 if args.quick else 6)
     _check_memory(cases, cold_bytes)
+    effort = QUICK_EFFORT if args.quick else FULL_EFFORT
     return Settings(
         cases=cases,
         impls=tuple(peers.select(split_list(args.impl or list(peers.DEFAULT_NAMES)))),
         threads=read_threads(args.threads),
-        effort=QUICK_EFFORT if args.quick else FULL_EFFORT,
+        effort=effort if args.rounds is None else replace(effort, rounds=parse_count("--rounds", args.rounds)),
         arena_bytes=cold_bytes,
         json_path=Path(args.json) if args.json else None,
         skip_flex=args.quick and args.impl is None,

@@ -26,9 +26,9 @@ def print_report(bench: KernelBench) -> None:
         where = "" if len(cases) == len(bench.settings.cases) else f" ({'; '.join(map(str, cases))})"
         print(f"{name}: not measured{where}: {reason}")
     machine = describe_machine(bench)
-    best = f"the best pass of this run, {bench.bandwidth.streams} stream(s) a thread (100 %)"
-    rate = f"sequential read {bench.bandwidth.gbps:.1f} GB/s, {best}"
-    print(f"\n{machine['cpu']}, {machine['threads']} thread(s); {rate}")
+    best = f"{bench.bandwidth.gbps:.1f} GB/s in its best pass, {bench.bandwidth.streams} stream(s) a thread"
+    print(f"\n{machine['cpu']}, {machine['threads']} thread(s); sequential read {best}")
+    print("Shares are of the sequential read just before each turn; medians over the turns")
     arena, cache = bench.settings.arena_bytes // 2**20, machine["last_level_cache_bytes"] // 2**20
     print(f"KV is cold: calls walk over at least {arena} MiB, the last-level cache has {cache}")
     load = machine["load_average"]

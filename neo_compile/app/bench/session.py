@@ -11,12 +11,11 @@ from neo_compile.app.bench import peers
 from neo_compile.app.bench.bandwidth import BandwidthMeter
 from neo_compile.app.bench.cases import TOLERANCE, KernelCase, KVArena, relative_error
 from neo_compile.app.bench.kernel_options import Settings
-from neo_compile.app.bench.measure import measure_in_turns, median
+from neo_compile.app.bench.measure import Turn, bandwidth_share, measure_in_turns, median_us
 from neo_compile.app.bench.peers import Runner, UnavailableError
 from neo_compile.app.progress import StatusLine
 from neo_compile.host_attention import WorkerPool
 
-BANDWIDTH_PASSES = 5
 FLEX_REASON = "left out by --quick: it compiles for half a minute (--impl flex asks for it)"
 
 
@@ -26,7 +25,7 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement. gbps counts the bytes of keys and values only."""
+    """One measurement. gbps counts the bytes of keys and values only; bandwidth_share: see `measure.py`."""
 
     impl: str
     dtype: str
@@ -78,17 +77,15 @@ class KernelBench:
         self.skipped: list[Skipped] = []
         self.load_average = os.getloadavg()[0]  # of the last minute, before this run adds to it
         self._status = status
-        self._medians: list[tuple[str, KernelCase, float]] = []
+        self._measured: list[tuple[str, KernelCase, list[Turn]]] = []
         self._pool = WorkerPool(settings.threads - 1, participate=True)
         self.bandwidth = BandwidthMeter(self._pool, 2 * settings.arena_bytes)
 
     def run(self) -> None:
-        """Measure everything. Bandwidth is looked at before every case; the best of the whole run counts."""
+        """Measure everything."""
         for number, case in enumerate(self.settings.cases, 1):
             self._status.announce(f"case {number} of {len(self.settings.cases)}: {case}")
-            self.bandwidth.measure(BANDWIDTH_PASSES)
             self._run_case(case)
-        self.bandwidth.measure(BANDWIDTH_PASSES)
 
     def _run_case(self, case: KernelCase) -> None:
         arena = KVArena(case, self.settings.arena_bytes)
@@ -107,15 +104,15 @@ class KernelBench:
                 stack.callback(runner.close)
                 runners[name] = runner
             self._status.update(f"{case}: measuring {', '.join(runners)}")
-            times = measure_in_turns(runners, arena.num_slots, self.settings.effort)
-            self._medians += [(name, case, median(taken)) for name, taken in times.items()]
+            turns = measure_in_turns(runners, arena.num_slots, self.settings.effort, self.bandwidth.read)
+            self._measured += [(name, case, taken) for name, taken in turns.items()]
 
     @property
     def rows(self) -> list[Row]:
         """What was measured, by case and in the order of the implementations."""
         rows = []
-        for impl, case, median_us in self._medians:
-            gbps = case.gbps(median_us)
+        for impl, case, turns in self._measured:
+            time_us = median_us(turns)
             rows.append(
                 Row(
                     impl=impl,
@@ -125,9 +122,9 @@ class KernelBench:
                     num_q_heads=case.num_q_heads,
                     num_kv_heads=case.num_kv_heads,
                     head_dim=case.head_dim,
-                    median_us=median_us,
-                    gbps=round(gbps, 3),
-                    bandwidth_share=round(gbps / self.bandwidth.gbps, 4),
+                    median_us=time_us,
+                    gbps=round(case.gbps(time_us), 3),
+                    bandwidth_share=round(bandwidth_share(turns, case.kv_bytes), 4),
                 )
             )
         return rows
