@@ -30,9 +30,19 @@ struct RowsView {
   int64_t token_stride = 0, head_stride = 0;
   int32_t dtype = NEO_F32;
 
+  RowsView from(int32_t token) const { return {row(token, 0), token_stride, head_stride, dtype}; }
+
   void* row(int32_t token, int32_t head) const {
     return static_cast<char*>(data) + (token * token_stride + head * head_stride) * element_bytes(dtype);
   }
+};
+
+// What a linear stage hands over for one layer: rows of all tokens of a sub-batch, of which a plan takes a range.
+struct TokenRows {
+  RowsView q, out;
+  RowsView k_new, v_new;  // data = nullptr: nothing to append
+  int32_t num_tokens = 0;
+  AttentionShape shape{};  // block_size unused
 };
 
 struct AttentionCall {

@@ -57,6 +57,7 @@ AttentionPlan::AttentionPlan(const int32_t* block_tables, int64_t table_stride, 
     check_length(r, context_lens[r], max_blocks, shape.block_size);
     if (cu_seqlens != nullptr) check_rows(cu_seqlens, r, context_lens[r]);
   }
+  num_tokens_ = cu_seqlens == nullptr ? num_requests : cu_seqlens[num_requests];
   tiles_.reserve(static_cast<size_t>(num_requests));
   for (int32_t r = 0; r < num_requests; ++r) {
     if (cu_seqlens == nullptr) {

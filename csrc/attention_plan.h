@@ -39,6 +39,7 @@ class AttentionPlan {
 
   const AttentionShape& shape() const { return shape_; }
   const std::vector<Tile>& tiles() const { return tiles_; }
+  int32_t num_tokens() const { return num_tokens_; }  // rows of q
   int32_t max_tile_tokens() const { return max_tile_tokens_; }
   // Whether some request has several query tokens, so that one task may read what another one would append.
   bool has_chunks() const { return has_chunks_; }
@@ -70,6 +71,7 @@ class AttentionPlan {
   int32_t max_blocks_;
   int32_t max_shares_;
   int64_t min_share_work_;
+  int32_t num_tokens_ = 0;
   int32_t max_tile_tokens_ = 1;
   bool has_chunks_ = false;
   std::vector<int32_t> tables_;

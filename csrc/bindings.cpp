@@ -102,25 +102,23 @@ class Pool {
       : kernels_(kernel_set(kernels)),
         pool_(new ThreadPool(num_threads, std::move(cpus), participate, spin_ns), delete_pool) {}
 
+  // The plan's rows are those of `rows` from first_row on.
   std::unique_ptr<Ticket> submit_attention(const std::shared_ptr<neo::AttentionPlan>& plan,
-                                           const neo::LayerCache& layer, const neo::RowsView& q,
-                                           const neo::RowsView& out, float scale, std::int64_t window, float softcap,
-                                           std::uintptr_t sinks, py::object refs) {
-    return submit_append(plan, layer, q, out, scale, window, softcap, sinks, {}, {}, std::move(refs));
-  }
-
-  std::unique_ptr<Ticket> submit_append(const std::shared_ptr<neo::AttentionPlan>& plan, const neo::LayerCache& layer,
-                                        const neo::RowsView& q, const neo::RowsView& out, float scale,
-                                        std::int64_t window, float softcap, std::uintptr_t sinks,
-                                        const neo::RowsView& k_new, const neo::RowsView& v_new, py::object refs) {
+                                           const neo::LayerCache& layer, const neo::TokenRows& rows, int first_row,
+                                           float scale, std::int64_t window, float softcap, std::uintptr_t sinks,
+                                           py::object refs) {
     if (!plan->bind(pool_.get()))
       throw std::invalid_argument("the plan is in use on another WorkerPool: plan once per pool");
     check_shape(plan->shape(), layer.shape);
+    check_rows(*plan, rows, first_row);
     const neo::WindowPlan& window_plan = plan->window_plan(window);
     plan->check_blocks(window_plan, layer.num_blocks);
-    const neo::AttentionCall call{layer, q, out, k_new, v_new, pointer<const float>(sinks), scale, softcap};
+    neo::AttentionCall call{
+        layer, rows.q.from(first_row), rows.out.from(first_row), {}, {}, pointer<const float>(sinks), scale, softcap};
     std::unique_ptr<Ticket> append;
-    if (k_new.data != nullptr) {
+    if (rows.k_new.data != nullptr) {
+      call.k_new = rows.k_new.from(first_row);
+      call.v_new = rows.v_new.from(first_row);
       plan->check_append();
       if (plan->has_chunks())
         append = submit(std::make_unique<neo::AppendWork>(plan, call, kernels_, pool_->parallelism()), refs);
@@ -131,13 +129,9 @@ class Pool {
   }
 
   std::unique_ptr<Ticket> submit_copy(std::uintptr_t src, std::uintptr_t dst, std::int64_t block_bytes,
-                                      std::uintptr_t pairs, std::int64_t num_pairs, double max_gbps, py::object refs) {
-    const auto* first = pointer<const std::int64_t>(pairs);
-    std::vector<std::pair<std::int64_t, std::int64_t>> list;
-    list.reserve(static_cast<size_t>(num_pairs));
-    for (std::int64_t i = 0; i < num_pairs; ++i) list.emplace_back(first[2 * i], first[2 * i + 1]);
-    return submit(std::make_unique<neo::CopyWork>(pointer<const char>(src), pointer<char>(dst), block_bytes,
-                                                  std::move(list), max_gbps, pool_->parallelism()),
+                                      const std::shared_ptr<neo::BlockPairs>& pairs, double max_gbps, py::object refs) {
+    return submit(std::make_unique<neo::CopyWork>(pointer<const char>(src), pointer<char>(dst), block_bytes, pairs,
+                                                  max_gbps, pool_->parallelism()),
                   std::move(refs));
   }
 
@@ -177,16 +171,31 @@ class Pool {
     return std::make_unique<Ticket>(pool_, std::move(submission), std::move(refs), std::move(before));
   }
 
+  static void check_size(const char* what, int planned, const char* whose, int given) {
+    if (planned != given)
+      throw std::invalid_argument(std::string("the plan was made for ") + what + " " + std::to_string(planned) + ", " +
+                                  whose + " " + std::to_string(given));
+  }
+
   static void check_shape(const neo::AttentionShape& plan, const neo::AttentionShape& layer) {
-    const auto check = [](const char* what, int planned, int given) {
-      if (planned != given)
-        throw std::invalid_argument(std::string("the plan was made for ") + what + " " + std::to_string(planned) +
-                                    ", this layer's cache has " + std::to_string(given));
-    };
-    check("num_kv_heads", plan.num_kv_heads, layer.num_kv_heads);
-    check("head_dim", plan.head_dim_k, layer.head_dim_k);
-    check("v_head_dim", plan.head_dim_v, layer.head_dim_v);
-    check("block_size", plan.block_size, layer.block_size);
+    const char* const whose = "this layer's cache has";
+    check_size("num_kv_heads", plan.num_kv_heads, whose, layer.num_kv_heads);
+    check_size("head_dim", plan.head_dim_k, whose, layer.head_dim_k);
+    check_size("v_head_dim", plan.head_dim_v, whose, layer.head_dim_v);
+    check_size("block_size", plan.block_size, whose, layer.block_size);
+  }
+
+  static void check_rows(const neo::AttentionPlan& plan, const neo::TokenRows& rows, int first_row) {
+    const neo::AttentionShape &planned = plan.shape(), &given = rows.shape;
+    check_size("num_q_heads", planned.num_q_heads, "the rows have", given.num_q_heads);
+    check_size("head_dim", planned.head_dim_k, "the rows have", given.head_dim_k);
+    check_size("v_head_dim", planned.head_dim_v, "the rows have", given.head_dim_v);
+    if (rows.k_new.data != nullptr)
+      check_size("num_kv_heads", planned.num_kv_heads, "the rows have", given.num_kv_heads);
+    if (first_row < 0 || plan.num_tokens() > rows.num_tokens - first_row)
+      throw std::invalid_argument("the plan's " + std::to_string(plan.num_tokens()) + " tokens from row " +
+                                  std::to_string(first_row) + " on are not within " + std::to_string(rows.num_tokens) +
+                                  " rows");
   }
 
   const NeoKernelSet& kernels_;
@@ -196,6 +205,36 @@ class Pool {
 
 neo::RowsView make_rows(std::uintptr_t data, std::int64_t token_stride, std::int64_t head_stride, int dtype) {
   return {pointer<void>(data), token_stride, head_stride, dtype};
+}
+
+// heads and dims: {num_q_heads, num_kv_heads}, {head_dim_k, head_dim_v}
+neo::TokenRows make_token_rows(const neo::RowsView& q, const neo::RowsView& out, const neo::RowsView& k_new,
+                               const neo::RowsView& v_new, int num_tokens, std::pair<int, int> heads,
+                               std::pair<int, int> dims) {
+  return {q, out, k_new, v_new, num_tokens, {heads.first, heads.second, dims.first, dims.second, 0}};
+}
+
+// Contiguous tensors of one dtype; k_new and v_new may be 0.
+neo::TokenRows make_contiguous_token_rows(std::uintptr_t q, std::uintptr_t out, std::uintptr_t k_new,
+                                          std::uintptr_t v_new, int dtype, int num_tokens, int num_q_heads,
+                                          int num_kv_heads, int head_dim_k, int head_dim_v) {
+  const auto view = [&](std::uintptr_t data, std::int64_t heads, std::int64_t dim) {
+    return neo::RowsView{pointer<void>(data), heads * dim, dim, dtype};
+  };
+  return {view(q, num_q_heads, head_dim_k),
+          view(out, num_q_heads, head_dim_v),
+          view(k_new, num_kv_heads, head_dim_k),
+          view(v_new, num_kv_heads, head_dim_v),
+          num_tokens,
+          {num_q_heads, num_kv_heads, head_dim_k, head_dim_v, 0}};
+}
+
+std::shared_ptr<neo::BlockPairs> make_block_pairs(std::uintptr_t pairs, std::int64_t count) {
+  const auto* first = pointer<const std::int64_t>(pairs);
+  auto list = std::make_shared<neo::BlockPairs>();
+  list->reserve(static_cast<size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) list->emplace_back(first[2 * i], first[2 * i + 1]);
+  return list;
 }
 
 neo::LayerCache make_layer(std::uintptr_t k, std::vector<std::int64_t> k_strides, std::uintptr_t v,
@@ -261,6 +300,8 @@ void run_packed_linear(const neo::PackedLinear& linear, std::uintptr_t x, std::u
 
 }  // namespace
 
+PYBIND11_MAKE_OPAQUE(neo::BlockPairs)
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native host attention: worker pool, plans, block copies. Use it through neo_compile.host_attention.";
   m.def("kernel_sets", list_kernel_sets, "(name, runs on this CPU) of every kernel set in this build, best first");
@@ -287,13 +328,18 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_packed_linear))
       .def("run", run_packed_linear, "y [tokens, outputs] of x [tokens, inputs] and bias [outputs] (0: none)");
 
-  py::class_<neo::RowsView>(m, "Rows").def(py::init(&make_rows));
+  py::class_<neo::RowsView>(m, "Rows").def(py::init<>()).def(py::init(&make_rows));
+  py::class_<neo::TokenRows>(m, "TokenRows")
+      .def(py::init(&make_token_rows))
+      .def_static("contiguous", &make_contiguous_token_rows);
   py::class_<neo::LayerCache>(m, "LayerCache").def(py::init(&make_layer));
   py::class_<neo::AttentionPlan, std::shared_ptr<neo::AttentionPlan>>(m, "AttentionPlan")
       .def(py::init(&make_plan))
       .def("tasks", list_tasks, "[tile, token_begin, token_end, partial or -1] of each task for a window (0: none)")
       .def("tiles", list_tiles, "[request, first row, query tokens, length that the first one sees] of each tile")
       .def("poison_workspace", &neo::AttentionPlan::poison_workspace);
+
+  py::class_<neo::BlockPairs, std::shared_ptr<neo::BlockPairs>>(m, "BlockPairs").def(py::init(&make_block_pairs));
 
   py::class_<Ticket>(m, "Ticket")
       .def("wait", &Ticket::wait, "Returns when the work is done; the GIL is free meanwhile")
@@ -304,7 +350,6 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Pool>(m, "Pool")
       .def(py::init<int, std::vector<int>, bool, std::int64_t, const std::string&>())
       .def("submit_attention", &Pool::submit_attention)
-      .def("submit_append", &Pool::submit_append)
       .def("submit_copy", &Pool::submit_copy)
       .def("submit_first_touch", &Pool::submit_first_touch)
       .def("submit_read", &Pool::submit_read)

@@ -22,7 +22,7 @@ int32_t even_share(int32_t tasks, int32_t shares, int32_t share) {
 
 }  // namespace
 
-CopyWork::CopyWork(const char* src, char* dst, int64_t block_bytes, std::vector<std::pair<int64_t, int64_t>> pairs,
+CopyWork::CopyWork(const char* src, char* dst, int64_t block_bytes, std::shared_ptr<const BlockPairs> pairs,
                    double max_gbps, int32_t num_shares)
     : src_(src),
       dst_(dst),
@@ -31,7 +31,8 @@ CopyWork::CopyWork(const char* src, char* dst, int64_t block_bytes, std::vector<
       max_gbps_(max_gbps),
       num_shares_(std::max(1, num_shares)),
       pairs_per_task_(std::max<int64_t>(1, kTaskBytes / std::max<int64_t>(1, block_bytes))),
-      num_tasks_(static_cast<int32_t>((static_cast<int64_t>(pairs_.size()) + pairs_per_task_ - 1) / pairs_per_task_)) {}
+      num_tasks_(static_cast<int32_t>((static_cast<int64_t>(pairs_->size()) + pairs_per_task_ - 1) / pairs_per_task_)) {
+}
 
 int32_t CopyWork::share_begin(int32_t share) const { return even_share(num_tasks_, num_shares_, share); }
 
@@ -39,9 +40,9 @@ void CopyWork::run(int32_t task, AlignedBuffer&) {
   int64_t unset = 0;
   start_ns_.compare_exchange_strong(unset, steady_ns());
   const int64_t begin = task * pairs_per_task_;
-  const int64_t end = std::min<int64_t>(begin + pairs_per_task_, static_cast<int64_t>(pairs_.size()));
+  const int64_t end = std::min<int64_t>(begin + pairs_per_task_, static_cast<int64_t>(pairs_->size()));
   for (int64_t i = begin; i < end; ++i)
-    std::memcpy(dst_ + pairs_[i].second * block_bytes_, src_ + pairs_[i].first * block_bytes_,
+    std::memcpy(dst_ + (*pairs_)[i].second * block_bytes_, src_ + (*pairs_)[i].first * block_bytes_,
                 static_cast<size_t>(block_bytes_));
   if (max_gbps_ <= 0) return;
   const int64_t copied = copied_bytes_.fetch_add((end - begin) * block_bytes_) + (end - begin) * block_bytes_;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -11,12 +12,15 @@
 
 namespace neo {
 
+// (source block, target block) of each copy; the same in every layer.
+using BlockPairs = std::vector<std::pair<int64_t, int64_t>>;
+
 // Copies src block -> dst block for each pair. With max_gbps > 0 a task starts to wait once the whole copy runs ahead
 // of that rate: the emulation of a link.
 class CopyWork : public Work {
  public:
-  CopyWork(const char* src, char* dst, int64_t block_bytes, std::vector<std::pair<int64_t, int64_t>> pairs,
-           double max_gbps, int32_t num_shares);
+  CopyWork(const char* src, char* dst, int64_t block_bytes, std::shared_ptr<const BlockPairs> pairs, double max_gbps,
+           int32_t num_shares);
 
   int32_t num_shares() const override { return num_shares_; }
   int32_t share_begin(int32_t share) const override;
@@ -26,7 +30,7 @@ class CopyWork : public Work {
   const char* src_;
   char* dst_;
   const int64_t block_bytes_;
-  const std::vector<std::pair<int64_t, int64_t>> pairs_;
+  const std::shared_ptr<const BlockPairs> pairs_;
   const double max_gbps_;
   const int32_t num_shares_;
   int64_t pairs_per_task_;

@@ -1,5 +1,6 @@
 # Addresses are ints (`tensor.data_ptr()`), strides are in elements, dtype codes: 0 = fp32, 1 = fp16, 2 = bf16.
 from collections.abc import Sequence
+from typing import overload
 
 def kernel_sets() -> list[tuple[str, bool]]: ...
 def convert_row(kernels: str, src: int, src_dtype: int, dst: int, dst_dtype: int, n: int, /) -> None: ...
@@ -15,7 +16,40 @@ class PackedLinear:
     def run(self, x: int, bias: int, y: int, num_tokens: int, num_threads: int, /) -> None: ...
 
 class Rows:
+    @overload
+    def __init__(self) -> None: ...
+    @overload
     def __init__(self, data: int, token_stride: int, head_stride: int, dtype: int, /) -> None: ...
+
+class TokenRows:
+    def __init__(
+        self,
+        q: Rows,
+        out: Rows,
+        k_new: Rows,
+        v_new: Rows,
+        num_tokens: int,
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        /,
+    ) -> None: ...
+    @staticmethod
+    def contiguous(
+        q: int,
+        out: int,
+        k_new: int,
+        v_new: int,
+        dtype: int,
+        num_tokens: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_k: int,
+        head_dim_v: int,
+        /,
+    ) -> TokenRows: ...
+
+class BlockPairs:
+    def __init__(self, pairs: int, count: int, /) -> None: ...
 
 class LayerCache:
     def __init__(
@@ -72,32 +106,17 @@ class Pool:
         self,
         plan: AttentionPlan,
         layer: LayerCache,
-        q: Rows,
-        out: Rows,
+        rows: TokenRows,
+        first_row: int,
         scale: float,
         window: int,
         softcap: float,
         sinks: int,
-        refs: object,
-        /,
-    ) -> Ticket: ...
-    def submit_append(
-        self,
-        plan: AttentionPlan,
-        layer: LayerCache,
-        q: Rows,
-        out: Rows,
-        scale: float,
-        window: int,
-        softcap: float,
-        sinks: int,
-        k_new: Rows,
-        v_new: Rows,
         refs: object,
         /,
     ) -> Ticket: ...
     def submit_copy(
-        self, src: int, dst: int, block_bytes: int, pairs: int, num_pairs: int, max_gbps: float, refs: object, /
+        self, src: int, dst: int, block_bytes: int, pairs: BlockPairs, max_gbps: float, refs: object, /
     ) -> Ticket: ...
     def submit_first_touch(self, data: int, num_bytes: int, refs: object, /) -> Ticket: ...
     def submit_read(self, data: int, num_bytes: int, streams: int, refs: object, /) -> Ticket: ...

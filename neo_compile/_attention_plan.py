@@ -1,18 +1,30 @@
-"""What host attention prepares ahead of a call: a layer's cache once, a sub-batch's plan once per iteration.
+"""What host attention prepares ahead of a call, and checks for native code, so that a submission costs microseconds.
 
-Both check everything that native code relies on, so that running a layer costs microseconds.
+LayerCache       a layer's K and V blocks                   once
+AttentionPlan    block tables of some rows of a sub-batch   once per iteration
+BlockPairs       the block copies of a swap                 once per iteration
+TokenRows        what a linear stage hands over             once per layer; plans take ranges of its rows
 """
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from neo_compile import _C
-from neo_compile._host_checks import IntArray, address, check_tensor, int32_array, window_code
+from neo_compile._host_checks import (
+    IntArray,
+    address,
+    check_tensor,
+    dtype_code,
+    int32_array,
+    pairs_array,
+    window_code,
+)
 
-__all__ = ["AttentionPlan", "LayerCache", "plan_decode", "plan_varlen"]
+__all__ = ["AttentionPlan", "BlockPairs", "LayerCache", "TokenRows", "plan_decode", "plan_varlen"]
 
 # A span below this many bytes of KV is not worth waking another thread for.
 _MIN_SHARE_BYTES = 64 * 1024
@@ -54,6 +66,80 @@ class LayerCache:
             head_dim,
             v_cache.shape[3],
         )
+
+
+class TokenRows:
+    """Rows of all tokens of a sub-batch at one layer: q, new K and V, and the output.
+
+    q [T, Hq, D], k_new [T, Hkv, D], v_new [T, Hkv, Dv] and out [T, Hq, Dv] are contiguous CPU tensors of one dtype.
+    ValueError names the one that is not. They are kept alive.
+    """
+
+    __slots__ = ("native", "out", "tensors")
+
+    def __init__(self, q: Tensor, k_new: Tensor, v_new: Tensor, out: Tensor) -> None:
+        num_tokens, num_q_heads, head_dim = q.shape
+        _, num_kv_heads, v_head_dim = v_new.shape
+        dtype = q.dtype
+        code = dtype_code(dtype)
+        q_ok = code is not None and q.is_contiguous() and q.is_cpu
+        k_ok = k_new.shape == (num_tokens, num_kv_heads, head_dim) and _is_like(k_new, dtype)
+        v_ok = v_new.shape[0] == num_tokens and _is_like(v_new, dtype)
+        out_ok = out.shape == (num_tokens, num_q_heads, v_head_dim) and _is_like(out, dtype)
+        if not (q_ok and k_ok and v_ok and out_ok):
+            raise ValueError(
+                "rows of a layer must be contiguous CPU tensors of one dtype and number of tokens, with the heads and "
+                f"dims of each other: q {_describe(q)}, k_new {_describe(k_new)}, v_new {_describe(v_new)}, out "
+                f"{_describe(out)}"
+            )
+        assert code is not None
+        self.native = _C.TokenRows.contiguous(
+            q.data_ptr(),
+            out.data_ptr(),
+            k_new.data_ptr(),
+            v_new.data_ptr(),
+            code,
+            num_tokens,
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+        )
+        self.out = out
+        self.tensors = (q, k_new, v_new, out)
+
+
+def _is_like(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype is dtype and x.is_contiguous() and x.is_cpu
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, strides {x.stride()}, on {x.device}"
+
+
+class BlockPairs:
+    """Block copies between two pools, dst[pairs[i, 1]] = src[pairs[i, 0]], the same in every layer.
+
+    Args:
+        pairs: int [N, 2]; no block of dst twice.
+        num_blocks: of src and of dst. ValueError names a pair that is out of range.
+
+    Attributes:
+        array: int64 [N, 2].
+        both: a block that is read as well as written, which the two pools must not share; None if there is none.
+    """
+
+    __slots__ = ("array", "both", "native", "num_blocks")
+
+    def __init__(self, pairs: IntArray, num_blocks: tuple[int, int]) -> None:
+        self.array = pairs_array(pairs, num_blocks)
+        both = np.intersect1d(*self.array.T) if self.array.size else self.array
+        self.both = int(both[0]) if both.size else None
+        self.num_blocks = num_blocks
+        self.native = _C.BlockPairs(address(self.array), len(self.array))
+
+    def __len__(self) -> int:
+        return len(self.array)
 
 
 class AttentionPlan:

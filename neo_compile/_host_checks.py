@@ -23,6 +23,7 @@ __all__ = [
     "address",
     "check_out",
     "check_tensor",
+    "dtype_code",
     "int32_array",
     "pairs_array",
     "rows",
@@ -60,7 +61,7 @@ def _check_is_tensor(name: str, x: object) -> None:
 
 
 def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
-    """x as rows for the kernels. Called several times a layer: what is wrong is only found out once something is."""
+    """x as rows for the kernels: what is wrong is only found out once something is."""
     code = _DTYPE_CODES.get(x.dtype) if isinstance(x, Tensor) else None
     if code is None or x.shape != shape or not x.is_cpu:
         check_tensor(name, x, 3)
@@ -69,6 +70,10 @@ def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
     if strides[2] != 1:
         check_tensor(name, x, 3)  # refused unless there is only one column
     return _C.Rows(x.data_ptr(), strides[0], strides[1], code)
+
+
+def dtype_code(dtype: torch.dtype) -> int | None:
+    return _DTYPE_CODES.get(dtype)
 
 
 def window_code(window: int | None) -> int:
@@ -138,13 +143,13 @@ def _rectangular(name: str, values: Any) -> npt.NDArray[Any]:
         raise ValueError(f"{name} is ragged: {name}[0] is {first}, {name}[{odd}] is {other}; {hint}") from None
 
 
-def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int64]:
+def pairs_array(pairs: IntArray, num_blocks: tuple[int, int]) -> npt.NDArray[np.int64]:
     array = np.ascontiguousarray(_int_array("pairs", pairs, 2), dtype=np.int64)
     if array.size == 0:
         return array
     if array.shape[1] != 2:
         raise ValueError(f"pairs must be [N, 2], not {array.shape}")
-    for column, name, count in ((0, "src", src.shape[0]), (1, "dst", dst.shape[0])):
+    for column, name, count in ((0, "src", num_blocks[0]), (1, "dst", num_blocks[1])):
         bad = np.flatnonzero((array[:, column] < 0) | (array[:, column] >= count))
         if bad.size:
             i = int(bad[0])
@@ -152,10 +157,6 @@ def pairs_array(pairs: IntArray, src: Tensor, dst: Tensor) -> npt.NDArray[np.int
     written, times = np.unique(array[:, 1], return_counts=True)
     if times.max() > 1:
         raise ValueError(f"pairs write block {written[times.argmax()]} of dst more than once")
-    if src.data_ptr() == dst.data_ptr():
-        both = np.intersect1d(array[:, 0], written)
-        if both.size:
-            raise ValueError(f"pairs read and write block {both[0]} of the same pool")
     return array
 
 

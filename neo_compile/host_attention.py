@@ -19,6 +19,7 @@ they are captured.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,14 +29,12 @@ import torch
 from torch import Tensor
 
 from neo_compile import _C, _native
-from neo_compile._attention_plan import AttentionPlan, LayerCache, plan_decode, plan_varlen
+from neo_compile._attention_plan import AttentionPlan, BlockPairs, LayerCache, TokenRows, plan_decode, plan_varlen
 from neo_compile._C import Ticket
 from neo_compile._host_checks import (
     IntArray,
-    address,
     check_out,
     check_tensor,
-    pairs_array,
     rows,
     sinks_address,
     softcap_code,
@@ -44,8 +43,10 @@ from neo_compile._host_checks import (
 
 __all__ = [
     "AttentionPlan",
+    "BlockPairs",
     "LayerCache",
     "Ticket",
+    "TokenRows",
     "WorkerPool",
     "paged_attention_varlen",
     "paged_decode",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 _SPIN_US = 50.0
+_NO_ROWS = _C.Rows()
 
 
 class WorkerPool:
@@ -151,17 +153,41 @@ class WorkerPool:
         waited for (or dropped, which waits). ValueError names what does not fit.
         """
         q_rows, out_rows = rows("q", q, plan.q_shape), rows("out", out, plan.out_shape)
-        refs = (plan, layer, q, out, sinks, k_new, v_new)
-        options = (scale, window_code(window), softcap_code(softcap), sinks_address(sinks, plan.q_shape[1]))
-        if k_new is None and v_new is None:
-            return self._native.submit_attention(plan.native, layer.native, q_rows, out_rows, *options, refs)
-        if k_new is None or v_new is None:
+        if (k_new is None) != (v_new is None):
             raise ValueError("k_new and v_new go together: one of them is None")
-        k_rows, v_rows = rows("k_new", k_new, plan.kv_new_shapes[0]), rows("v_new", v_new, plan.kv_new_shapes[1])
-        return self._native.submit_append(plan.native, layer.native, q_rows, out_rows, *options, k_rows, v_rows, refs)
+        k_shape, v_shape = plan.kv_new_shapes
+        k_rows = _NO_ROWS if k_new is None else rows("k_new", k_new, k_shape)
+        v_rows = _NO_ROWS if v_new is None else rows("v_new", v_new, v_shape)
+        heads, dims = (plan.q_shape[1], k_shape[1]), (k_shape[2], v_shape[2])
+        token_rows = _C.TokenRows(q_rows, out_rows, k_rows, v_rows, plan.num_tokens, heads, dims)
+        options = (scale, window_code(window), softcap_code(softcap), sinks_address(sinks, plan.q_shape[1]))
+        refs = (plan, layer, q, out, sinks, k_new, v_new)
+        return self._native.submit_attention(plan.native, layer.native, token_rows, 0, *options, refs)
 
-    def submit_copy(self, src: Tensor, dst: Tensor, pairs: IntArray, max_gbps: float | None = None) -> Ticket:
-        """Queues block copies dst[pairs[i, 1]] = src[pairs[i, 0]].
+    def submit_rows(
+        self,
+        plan: AttentionPlan,
+        layer: LayerCache,
+        rows: TokenRows,
+        first_row: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Ticket:
+        """As `submit_layer` for the plan's tokens from `first_row` of `rows` on, whose K and V it appends.
+
+        It costs half of `submit_layer` on slices, with the cold caches that a linear stage leaves.
+        """
+        options = (scale, window_code(window), softcap_code(softcap), sinks_address(sinks, plan.q_shape[1]))
+        refs = (plan, layer, rows.tensors, sinks)
+        return self._native.submit_attention(plan.native, layer.native, rows.native, first_row, *options, refs)
+
+    def submit_copy(
+        self, src: Tensor, dst: Tensor, pairs: IntArray | BlockPairs, max_gbps: float | None = None
+    ) -> Ticket:
+        """Queues block copies dst[pairs[i, 1]] = src[pairs[i, 0]]; `BlockPairs` for several layers are checked once.
 
         src, dst: contiguous pools [num_blocks, ...] of one dtype and block shape. max_gbps throttles the whole copy (an
         emulated link). ValueError names the pair that is out of range, a block written twice, or (src and dst being one
@@ -176,12 +202,17 @@ class WorkerPool:
             )
         if max_gbps is not None and not max_gbps > 0:
             raise ValueError(f"max_gbps = {max_gbps} must be positive (None: no throttle)")
-        array = pairs_array(pairs, src, dst)
-        block_bytes = src[0].numel() * src.element_size() if src.shape[0] else 0
-        refs = (src, dst)
-        return self._native.submit_copy(
-            src.data_ptr(), dst.data_ptr(), block_bytes, address(array), len(array), max_gbps or 0.0, refs
-        )
+        num_blocks = (src.shape[0], dst.shape[0])
+        if not isinstance(pairs, BlockPairs):
+            pairs = BlockPairs(pairs, num_blocks)
+        elif pairs.num_blocks != num_blocks:
+            raise ValueError(f"the pairs were made for pools of {pairs.num_blocks} blocks, these have {num_blocks}")
+        src_address, dst_address = src.data_ptr(), dst.data_ptr()
+        if pairs.both is not None and src_address == dst_address:
+            raise ValueError(f"pairs read and write block {pairs.both} of the same pool")
+        block_bytes = math.prod(src.shape[1:]) * src.element_size()
+        gbps = max_gbps or 0.0
+        return self._native.submit_copy(src_address, dst_address, block_bytes, pairs.native, gbps, (src, dst))
 
     def submit_first_touch(self, buffer: Tensor) -> Ticket:
         """Queues that the workers touch a fresh contiguous buffer, whose pages then lie on their memory nodes.

@@ -184,11 +184,17 @@ class StagedModel:
             torch._C._set_grad_enabled(was_enabled)
         return tuple(registers[register] for register in self.program.outputs)
 
+    def load(self) -> list[Any]:
+        """Registers with the parameters as they are now, for several coroutines of one iteration."""
+        registers = self._template.copy()
+        self._parameters.load(registers)
+        return registers
+
     def run(
         self, handler: AttentionHandler, *, on_stage: StageHook | None = None, **inputs: torch.Tensor
     ) -> tuple[Any, ...]:
         """Results of one batch whose attention sites are served by `handler`."""
-        coroutine = self.coroutine(handler, on_stage=on_stage, **inputs)
+        coroutine = self.coroutine(handler, loaded=None, on_stage=on_stage, **inputs)
         while True:
             try:
                 next(coroutine)
@@ -197,15 +203,21 @@ class StagedModel:
                 return results
 
     def coroutine(
-        self, handler: AttentionHandler, *, on_stage: StageHook | None = None, **inputs: torch.Tensor
+        self,
+        handler: AttentionHandler,
+        *,
+        loaded: Sequence[Any] | None = None,
+        on_stage: StageHook | None = None,
+        **inputs: torch.Tensor,
     ) -> Generator[None, None, tuple[Any, ...]]:
         """As `run`, yielding once per site, after `handler.begin` and before `handler.finish`.
 
         Args:
+            loaded: what `load` gave, as looking at every parameter takes a while; None looks at them now.
             on_stage: called with (stage index, start, end) after each stage, in nanoseconds of `time.perf_counter_ns`.
         """
         program = self.program
-        registers = self._load_named(inputs)
+        registers = self._load_named(inputs, loaded)
         set_grad_enabled = torch._C._set_grad_enabled
         is_enabled = torch.is_grad_enabled
         begin, finish = handler.begin, handler.finish
@@ -251,17 +263,16 @@ class StagedModel:
         self._parameters.load(registers)
         return registers
 
-    def _load_named(self, inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+    def _load_named(self, inputs: Mapping[str, torch.Tensor], loaded: Sequence[Any] | None = None) -> list[Any]:
         if not self.named_inputs:
             raise TypeError("this staged model's inputs have no names: call it with positional inputs")
         if inputs.keys() != set(self.input_names):
             raise TypeError(f"expected the inputs {', '.join(self.input_names)}, got {', '.join(inputs) or 'none'}")
-        registers = self._template.copy()
+        registers = self.load() if loaded is None else list(loaded)
         for register, name in zip(self.program.inputs, self.named_inputs, strict=True):
             if register is not None:
                 assert name is not None, f"input register {register} is neither named nor bound"
                 registers[register] = _checked(name, inputs[name]) if isinstance(name, str) else name.of(inputs)
-        self._parameters.load(registers)
         return registers
 
 

@@ -30,7 +30,7 @@ from neo_compile.runtime.model_info import ModelInfo
 from neo_compile.runtime.outbox import Outbox
 from neo_compile.runtime.profiler import load_or_measure_costs, profile
 from neo_compile.runtime.request import FinishReason, Request, Tier
-from neo_compile.runtime.sampler import sample_rows
+from neo_compile.runtime.sampler import SampledToken, sample_rows
 from neo_compile.runtime.scheduler import Scheduler
 from neo_compile.runtime.scheduler_config import SchedulerConfig
 from neo_compile.runtime.session import Session
@@ -199,11 +199,11 @@ class EngineCore:
         sessions = [_session_of(request) for request in result.requests]
         if not sessions:
             return [], {}
-        tokens = sample_rows(
-            result.logits,
-            [session.sampler for session in sessions],
-            [_token_ids_of(session.request) for session in sessions],
-        )
+        tokens: list[SampledToken | Exception] = []
+        for logits_RV in result.logits:
+            sampling = sessions[len(tokens) : len(tokens) + len(logits_RV)]
+            samplers = [session.sampler for session in sampling]
+            tokens += sample_rows(logits_RV, samplers, [_token_ids_of(session.request) for session in sampling])
         stops: dict[str, FinishReason] = {}
         for session, token in zip(sessions, tokens, strict=True):
             reason: FinishReason | None

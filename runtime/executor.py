@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -80,10 +81,14 @@ class IterationTimes:
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """Logits of the requests that sample in this iteration: row i of `logits` [R, vocab] belongs to requests[i]."""
+    """Logits of the requests that sample in this iteration.
+
+    Attributes:
+        logits: [R, vocab] of each sub-batch; their rows, one after the other, belong to `requests`.
+    """
 
     requests: tuple[Request, ...]
-    logits: torch.Tensor
+    logits: tuple[torch.Tensor, ...]
     times: IterationTimes
 
 
@@ -134,7 +139,7 @@ class Executor:
 
     def run_batches(
         self, batches: Sequence[BatchTensors], copies: LayerCopies | None = None, *, start_ns: int | None = None
-    ) -> tuple[torch.Tensor, IterationTimes]:
+    ) -> tuple[tuple[torch.Tensor, ...], IterationTimes]:
         """Run one or two sub-batches as one iteration. Call inside `device.launching()`.
 
         Args:
@@ -142,7 +147,7 @@ class Executor:
             start_ns: when the iteration began, of `time.perf_counter_ns`; None is now.
 
         Returns:
-            The wanted logits of the sub-batches in turn, [R, vocabulary], and what the iteration took.
+            The wanted logits of each sub-batch, [R, vocabulary], and what the iteration took.
         """
         self.iteration += 1
         start_ns = time.perf_counter_ns() if start_ns is None else start_ns
@@ -179,9 +184,10 @@ class Executor:
 
     def _run(
         self, batches: Sequence[BatchTensors], handlers: list[SubBatchAttention], copies: LayerCopies
-    ) -> torch.Tensor:
-        """Drive the sub-batches' coroutines in turn until all have ended; their wanted logits, [R, vocab]."""
-        running = dict(enumerate(self._coroutine(b, h) for b, h in zip(batches, handlers, strict=True)))
+    ) -> tuple[torch.Tensor, ...]:
+        """Drive the sub-batches' coroutines in turn until all have ended; the wanted logits of each, [R, vocab]."""
+        loaded = self.staged.load()
+        running = dict(enumerate(self._coroutine(b, h, loaded) for b, h in zip(batches, handlers, strict=True)))
         outputs: list[torch.Tensor] = [torch.empty(0)] * len(batches)
         try:
             while running:
@@ -195,15 +201,14 @@ class Executor:
         finally:
             for coroutine in running.values():
                 coroutine.close()
-        if len(outputs) == 1:
-            return outputs[0]
-        return torch.cat(outputs) if outputs else torch.empty((0, 0))
+        return tuple(outputs)
 
     def _coroutine(
-        self, batch: BatchTensors, handler: SubBatchAttention
+        self, batch: BatchTensors, handler: SubBatchAttention, loaded: Sequence[Any]
     ) -> Generator[None, None, tuple[torch.Tensor, ...]]:
         return self.staged.coroutine(
             handler,
+            loaded=loaded,
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             logit_rows=batch.logit_rows,
@@ -213,8 +218,8 @@ class Executor:
     def _record_iteration(self, start_ns: int, launched_ns: int, computed_ns: int, end_ns: int) -> None:
         """What the launching thread does before the first and after the last linear stage."""
         assert self.timeline is not None
-        self.timeline.add("device", "other", start_ns, launched_ns, self.iteration, name="prepare")
-        self.timeline.add("device", "other", computed_ns, end_ns, self.iteration, name="finish")
+        self.timeline.add("device", "other", start_ns, launched_ns, self.iteration, label="prepare")
+        self.timeline.add("device", "other", computed_ns, end_ns, self.iteration, label="finish")
 
     def _record_copies(self, category: str, copies: Sequence[tuple[int, Ticket]]) -> None:
         assert self.timeline is not None

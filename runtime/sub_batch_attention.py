@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from neo_compile.attention import AttentionSite
+from neo_compile.host_attention import TokenRows
 from neo_compile.runtime.batch import BatchTensors, Geometry, PlannedRows, StagedChunk
 from neo_compile.runtime.device import Device, Ticket, Workers
 from neo_compile.runtime.kv_cache import KVCache
@@ -36,17 +36,6 @@ class IterationContext:
     staging: Staging | None
     timeline: Timeline | None
     iteration: int
-
-
-class _SiteRows(NamedTuple):
-    """What one site works on, all rows of the sub-batch: the linear stage's q, k, v, and the output."""
-
-    site: AttentionSite
-    q_THD: torch.Tensor
-    k_THD: torch.Tensor
-    v_THD: torch.Tensor
-    sinks: torch.Tensor | None
-    out_THD: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -86,22 +75,23 @@ class SubBatchAttention:
         if not self._context.copies.is_done:
             self._wait_copies(site.index)
         out = self._output(site, q_THD)
-        rows = _SiteRows(site, q_THD, k_THD, v_THD, None if sinks is None else sinks.float(), out)
+        rows = TokenRows(q_THD, k_THD, v_THD, out)
+        sinks = None if sinks is None else sinks.float()
         host_ticket = None
         if batch.host_decodes is not None:
-            host_ticket = self._submit(self._context.device.host_pool, batch.host_decodes, rows)
+            host_ticket = self._submit(self._context.device.host_pool, batch.host_decodes, site, rows, sinks)
             self._in_flight = host_ticket
         start_ns = time.perf_counter_ns()
         device_pool = self._context.device.attention_pool
         for planned in batch.prefills:
-            self._submit(device_pool, planned, rows).wait()
+            self._submit(device_pool, planned, site, rows, sinks).wait()
         for chunk in batch.staged_prefills:
-            self._prefill_staged(chunk, rows)
+            self._prefill_staged(chunk, site, rows, sinks)
         has_prefills = bool(batch.prefills or batch.staged_prefills)
         if has_prefills:
             self.prefill_attention_ns += time.perf_counter_ns() - start_ns
         if batch.device_decodes is not None:
-            self._submit(device_pool, batch.device_decodes, rows).wait()
+            self._submit(device_pool, batch.device_decodes, site, rows, sinks).wait()
         if has_prefills or batch.device_decodes is not None:
             end_ns = time.perf_counter_ns()
             self.device_attention_ns += end_ns - start_ns
@@ -135,7 +125,7 @@ class SubBatchAttention:
         end_ns = time.perf_counter_ns()
         self.wait_ns += end_ns - start_ns
         self.copy_wait_ns += end_ns - start_ns
-        self._record("device", "wait", layer, start_ns, end_ns, name="wait for swap")
+        self._record("device", "wait", layer, start_ns, end_ns, "wait for swap")
 
     def on_stage(self, stage: int, start_ns: int, end_ns: int) -> None:
         """Record one linear stage (called by the staged model when a timeline is attached)."""
@@ -148,34 +138,36 @@ class SubBatchAttention:
             self._outputs[key] = torch.empty((q_THD.shape[0], *key), dtype=q_THD.dtype, device=q_THD.device)
         return self._outputs[key]
 
-    def _submit(self, pool: Workers, planned: PlannedRows, rows: _SiteRows) -> Ticket:
+    def _submit(
+        self, pool: Workers, planned: PlannedRows, site: AttentionSite, rows: TokenRows, sinks: torch.Tensor | None
+    ) -> Ticket:
         """Start the attention of `planned` rows; it first writes their K and V to the cache of their tier."""
-        cache, site = self._context.caches[planned.tier], rows.site
-        span = slice(planned.row, planned.row + planned.num_tokens)
-        return pool.submit_layer(
-            planned.plans[Geometry.of(site)],
-            cache.layer(site.index),
-            rows.q_THD[span],
-            rows.out_THD[span],
+        plans = planned.plans
+        plan = next(iter(plans.values())) if len(plans) == 1 else plans[Geometry.of(site)]
+        return pool.submit_rows(
+            plan,
+            self._context.caches[planned.tier].layer(site.index),
+            rows,
+            planned.row,
             scale=site.scale,
             window=site.window,
             softcap=site.softcap,
-            sinks=rows.sinks,
-            k_new=rows.k_THD[span],
-            v_new=rows.v_THD[span],
+            sinks=sinks,
         )
 
-    def _prefill_staged(self, chunk: StagedChunk, rows: _SiteRows) -> None:
+    def _prefill_staged(
+        self, chunk: StagedChunk, site: AttentionSite, rows: TokenRows, sinks: torch.Tensor | None
+    ) -> None:
         """Send a chunk's K and V on their way to the host, and compute its attention from the device's copy."""
         staging = self._context.staging
         assert staging is not None
-        span = slice(chunk.row, chunk.row + chunk.num_tokens)
-        k_HSD, v_HSD = staging.store(rows.site.index, chunk, rows.k_THD[span], rows.v_THD[span])
-        rows.out_THD[span] = attend_chunk(rows.site, rows.q_THD[span], k_HSD, v_HSD, rows.sinks)
+        q, k, v, out = (tensor[chunk.row : chunk.row + chunk.num_tokens] for tensor in rows.tensors)
+        k_HSD, v_HSD = staging.store(site.index, chunk, k, v)
+        out.copy_(attend_chunk(site, q, k_HSD, v_HSD, sinks))
 
     def _record(
-        self, lane: str, category: str, layer: int, start_ns: int, end_ns: int, *, name: str | None = None
+        self, lane: str, category: str, layer: int, start_ns: int, end_ns: int, label: str | None = None
     ) -> None:
         timeline, iteration = self._context.timeline, self._context.iteration
         if timeline is not None:
-            timeline.add(lane, category, start_ns, end_ns, iteration, name=name, layer=layer, sub_batch=self._index)
+            timeline.add(lane, category, start_ns, end_ns, iteration, layer, self._index, label)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from neo_compile.host_attention import BlockPairs
 from neo_compile.runtime.device import Ticket, Workers
 from neo_compile.runtime.kv_cache import KVCache
 from neo_compile.runtime.plan import Swap
@@ -47,7 +48,8 @@ class LayerCopies:
         poisons_source: bool = False,
     ) -> None:
         self.tickets: list[Ticket] = []
-        self._source, self._target, self._pairs = source, target, pairs
+        self._source, self._target = source, target
+        self._pairs = BlockPairs(pairs, (source.num_blocks, target.num_blocks))
         self._pool, self._max_gbps, self._poisons_source = pool, max_gbps, poisons_source
         self._num_layers = len(source.pools) if len(pairs) else 0
         self._num_waited = 0
@@ -91,7 +93,7 @@ class LayerCopies:
                 self.submit_next()
             self.tickets[self._num_waited].wait()
             if self._poisons_source:
-                self._source.pools[self._num_waited][self._pairs[:, 0].tolist()] = float("nan")
+                self._source.pools[self._num_waited][self._pairs.array[:, 0].tolist()] = float("nan")
             self._num_waited += 1
 
     def finish(self) -> None:

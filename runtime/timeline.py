@@ -20,22 +20,29 @@ class TimelineEvent(NamedTuple):
 
     Attributes:
         lane: `device` (the launching thread) or `host` (the host pool).
-        name: what ran, e.g. `linear 3 b0`, `host attention 3 b1`, `wait 3 b0`.
         category: `linear`, `device attention`, `host attention`, `swap`, `staging`, `wait` or `other`.
         start_ns, end_ns: on the clock of `time.perf_counter_ns`.
         iteration: number of the engine's iteration.
         layer: linear stage or attention site; None where there is none.
         sub_batch: 0 or 1; None for what belongs to the whole iteration.
+        label: what ran, where the category does not tell.
     """
 
     lane: str
-    name: str
     category: str
     start_ns: int
     end_ns: int
     iteration: int
     layer: int | None = None
     sub_batch: int | None = None
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What ran, e.g. `linear 3 b0`, `host attention 3 b1`, `wait 3 b0`."""
+        layer = "" if self.layer is None else f" {self.layer}"
+        sub_batch = "" if self.sub_batch is None else f" b{self.sub_batch}"
+        return f"{self.label or self.category}{layer}{sub_batch}"
 
 
 class Timeline:
@@ -51,16 +58,12 @@ class Timeline:
         start_ns: int,
         end_ns: int,
         iteration: int,
-        *,
-        name: str | None = None,
         layer: int | None = None,
         sub_batch: int | None = None,
+        label: str | None = None,
     ) -> None:
-        """Append one event. Its name is made of its category (or `name`), layer and sub-batch."""
-        parts = [name or category, *([] if layer is None else [str(layer)])]
-        parts += [] if sub_batch is None else [f"b{sub_batch}"]
-        event = TimelineEvent(lane, " ".join(parts), category, start_ns, end_ns, iteration, layer, sub_batch)
-        self.events.append(event)
+        """Append one event."""
+        self.events.append(TimelineEvent(lane, category, start_ns, end_ns, iteration, layer, sub_batch, label))
 
     def iterations(self) -> list[int]:
         """Numbers of the recorded iterations, ascending."""
@@ -83,7 +86,7 @@ class Timeline:
             if event["ph"] == "X":
                 start_ns, end_ns = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
                 lane, args = lanes[event["tid"]], event["args"]
-                timeline.events.append(TimelineEvent(lane, event["name"], event["cat"], start_ns, end_ns, **args))
+                timeline.events.append(TimelineEvent(lane, event["cat"], start_ns, end_ns, **args))
         return timeline
 
 
@@ -101,5 +104,10 @@ def _chrome_events(events: list[TimelineEvent]) -> Iterable[dict[str, object]]:
             "tid": lanes[event.lane],
             "ts": (event.start_ns - origin) / 1e3,
             "dur": (event.end_ns - event.start_ns) / 1e3,
-            "args": {"iteration": event.iteration, "layer": event.layer, "sub_batch": event.sub_batch},
+            "args": {
+                "iteration": event.iteration,
+                "layer": event.layer,
+                "sub_batch": event.sub_batch,
+                "label": event.label,
+            },
         }

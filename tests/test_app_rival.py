@@ -104,7 +104,7 @@ def small_timeline() -> Timeline:
         start = iteration * 10_000_000
         timeline.add("device", "linear", start, start + 2_000_000, iteration, layer=0, sub_batch=0)
         timeline.add("host", "host attention", start + 500_000, start + 1_500_000, iteration, layer=0, sub_batch=1)
-        timeline.add("device", "other", start + 2_000_000, start + 2_100_000, iteration, name="finish")
+        timeline.add("device", "other", start + 2_000_000, start + 2_100_000, iteration, label="finish")
     return timeline
 
 

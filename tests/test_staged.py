@@ -59,6 +59,15 @@ def test_interleaved_equals_sequential_bitwise(staged: StagedModel) -> None:
         assert torch.equal(one[0], other[0])
 
 
+def test_coroutines_may_share_a_look_at_the_parameters(staged: StagedModel) -> None:
+    loaded = staged.load()
+    before = list(loaded)
+    shared = drive([staged.coroutine(handler(tokens), loaded=loaded, **inputs(tokens)) for tokens in TOKENS])
+    for tokens, one in zip(TOKENS, shared, strict=True):
+        assert torch.equal(one[0], staged.run(handler(tokens), **inputs(tokens))[0])
+    assert all(one is other for one, other in zip(loaded, before, strict=True))
+
+
 def test_yields_once_per_site(staged: StagedModel) -> None:
     assert len(list(staged.coroutine(handler(TOKENS[0]), **inputs(TOKENS[0])))) == len(staged.sites) == 2
 

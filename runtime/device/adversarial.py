@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from neo_compile._host_checks import IntArray
-from neo_compile.host_attention import AttentionPlan, LayerCache
+from neo_compile.host_attention import AttentionPlan, BlockPairs, LayerCache, TokenRows
 from neo_compile.runtime.device.base import Device, Ticket, Workers
 
 _RUN_AT_ONCE_SHARE = 0.2  # submissions that run at once: early is as legal as late
@@ -119,12 +119,20 @@ class DelayingWorkers:
         out.fill_(float("nan"))
         return self._submit(lambda: self._inner.submit_layer(plan, layer, q, out, **options))
 
+    def submit_rows(
+        self, plan: AttentionPlan, layer: LayerCache, rows: TokenRows, first_row: int, **options: Any
+    ) -> Ticket:
+        """As `submit_layer`."""
+        rows.out[first_row : first_row + plan.num_tokens].fill_(float("nan"))
+        return self._submit(lambda: self._inner.submit_rows(plan, layer, rows, first_row, **options))
+
     def submit_copy(
-        self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray, max_gbps: float | None = None
+        self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray | BlockPairs, max_gbps: float | None = None
     ) -> Ticket:
         """Block copies, some time; the target blocks are NaN until then."""
         if len(pairs):
-            dst[np.asarray(pairs)[:, 1].tolist()] = float("nan")
+            array = pairs.array if isinstance(pairs, BlockPairs) else np.asarray(pairs)
+            dst[array[:, 1].tolist()] = float("nan")
         return self._submit(lambda: self._inner.submit_copy(src, dst, pairs, max_gbps))
 
     def submit_first_touch(self, buffer: torch.Tensor) -> Ticket:

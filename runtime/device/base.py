@@ -10,7 +10,7 @@ import torch
 
 from neo_compile._host_checks import IntArray
 from neo_compile.checks import ANY_INTEGER, COUNT, POSITIVE, Numbers, check_choice, check_flags, check_numbers
-from neo_compile.host_attention import AttentionPlan, LayerCache
+from neo_compile.host_attention import AttentionPlan, BlockPairs, LayerCache, TokenRows
 
 DEVICE_KINDS = ("auto", "emulated", "adversarial")
 
@@ -97,8 +97,23 @@ class Workers(Protocol):
         """Start one layer's attention, which first appends k_new and v_new to the cache."""
         ...
 
+    def submit_rows(
+        self,
+        plan: AttentionPlan,
+        layer: LayerCache,
+        rows: TokenRows,
+        first_row: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Ticket:
+        """Start one layer's attention for the plan's tokens from `first_row` of `rows` on."""
+        ...
+
     def submit_copy(
-        self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray, max_gbps: float | None = None
+        self, src: torch.Tensor, dst: torch.Tensor, pairs: IntArray | BlockPairs, max_gbps: float | None = None
     ) -> Ticket:
         """Start block copies dst[pairs[i, 1]] = src[pairs[i, 0]]."""
         ...

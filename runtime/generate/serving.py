@@ -195,7 +195,8 @@ class Serving:
         if len(batch_1):
             groups.append((batch_1[:0], batch_1))
         batches = [self._decode_batch(rows, block, context_lens, group) for group in groups]
-        logits, times = self.executor.run_batches(batches, copies)
+        parts, times = self.executor.run_batches(batches, copies)
+        logits = torch.cat(parts) if len(parts) > 1 else parts[0]
         observe(split, times, self.cost_model)
         self._count(split, len(host_rows))
         if len(host_rows):
@@ -244,7 +245,7 @@ class Serving:
             if len(token_ids):
                 tier, start = TIERS[rows.tiers[row]], int(rows.lengths[row])
                 chunks.append(ChunkRow(tier, start, token_ids, rows.table(row), wanted, positions))
-        logits, _ = self.executor.run_batches([assemble(chunks, {}, self.executor.layout)], copies)
+        (logits,), _ = self.executor.run_batches([assemble(chunks, {}, self.executor.layout)], copies)
         self.stats.num_prefills += 1
         if shown.all():
             return logits.view(num_rows, num_wanted, logits.shape[-1])

@@ -1,7 +1,8 @@
 """Decode attention on the host beside its peers: `pytest tests/benchmarks/bench_kernel.py --benchmark-only`.
 
 Ids are impl-dtype-batch-len-heads; `-k "ispc and bfloat16"` picks. extra_info has GB/s of keys and values, and their
-share of the sequential read bandwidth, the best pass just before. `neo bench kernel` takes turns instead, and any shape.
+share of the sequential read bandwidth, the best pass just before. `neo bench kernel` takes turns instead, and any
+shape.
 """
 
 from __future__ import annotations

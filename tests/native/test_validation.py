@@ -12,7 +12,7 @@ import pytest
 import torch
 from decode_cases import DecodeCase
 
-from neo_compile.host_attention import LayerCache, WorkerPool, paged_decode, plan_decode
+from neo_compile.host_attention import BlockPairs, LayerCache, TokenRows, WorkerPool, paged_decode, plan_decode
 
 
 def decode(**changed: Any) -> torch.Tensor:
@@ -165,6 +165,60 @@ def test_append_arguments(any_pool: WorkerPool) -> None:
     case.block_tables[1] = case.block_tables[0]
     with pytest.raises(ValueError, match="requests 0 and 1 would both append"):
         case.submit(any_pool, case.new_out(), k_new=new, v_new=new)
+
+
+def test_token_rows_name_what_does_not_fit() -> None:
+    q, k, v, out = (torch.zeros(5, heads, dim) for heads, dim in ((8, 64), (2, 64), (2, 32), (8, 32)))
+    TokenRows(q, k, v, out)
+    bad = {
+        r"q float32 \[5, 8, 64\], strides \(1, 5, 40\)": (torch.zeros(64, 8, 5).permute(2, 1, 0), k, v, out),
+        r"q int32": (q.int(), k.int(), v.int(), out.int()),
+        r"k_new float32 \[5, 2, 63\]": (q, torch.zeros(5, 2, 63), v, out),
+        r"k_new float32 \[5, 1, 64\]": (q, torch.zeros(5, 1, 64), v, out),
+        r"v_new bfloat16": (q, k, v.bfloat16(), out),
+        r"v_new float32 \[4, 2, 32\]": (q, k, v[:4], out),
+        r"out float32 \[5, 8, 64\]": (q, k, v, q),
+        r"out .* on meta": (q, k, v, out.to("meta")),
+    }
+    for message, tensors in bad.items():
+        with pytest.raises(ValueError, match=message):
+            TokenRows(*tensors)
+
+
+def test_rows_must_hold_the_plans_tokens(any_pool: WorkerPool) -> None:
+    case = DecodeCase([20, 20])
+    plan, layer = case.plan(), LayerCache(case.k_cache, case.v_cache)
+
+    def submit(
+        first_row: int, num_tokens: int, num_q_heads: int = 8, num_kv_heads: int = 2, dims: Any = (64, 64)
+    ) -> None:
+        q, out = (torch.zeros(num_tokens, num_q_heads, dim) for dim in dims)
+        k, v = (torch.zeros(num_tokens, num_kv_heads, dim) for dim in dims)
+        any_pool.submit_rows(plan, layer, TokenRows(q, k, v, out), first_row, scale=1.0).wait()
+
+    submit(3, 5)
+    for first_row in (-1, 4, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"2 tokens from row {first_row} on are not within 5 rows"):
+            submit(first_row, 5)
+    with pytest.raises(ValueError, match="made for num_q_heads 8, the rows have 4"):
+        submit(0, 2, num_q_heads=4)
+    with pytest.raises(ValueError, match="made for num_kv_heads 2, the rows have 4"):
+        submit(0, 2, num_kv_heads=4)
+    with pytest.raises(ValueError, match="made for head_dim 64, the rows have 32"):
+        submit(0, 2, dims=(32, 64))
+    with pytest.raises(ValueError, match="made for v_head_dim 64, the rows have 32"):
+        submit(0, 2, dims=(64, 32))
+
+
+def test_block_pairs_belong_to_pools_of_their_size(any_pool: WorkerPool) -> None:
+    pairs = BlockPairs([[0, 1], [1, 2]], (4, 6))
+    pools = torch.zeros(4, 8), torch.zeros(6, 8)
+    any_pool.submit_copy(*pools, pairs).wait()
+    with pytest.raises(ValueError, match=r"made for pools of \(4, 6\) blocks, these have \(6, 4\)"):
+        any_pool.submit_copy(*reversed(pools), pairs)
+    pool = torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="read and write block 1 of the same pool"):
+        any_pool.submit_copy(pool, pool, BlockPairs([[0, 1], [1, 2]], (4, 4)))
 
 
 def test_copy_arguments(any_pool: WorkerPool) -> None:

@@ -16,7 +16,7 @@ from decode_cases import DecodeCase, VarlenCase
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from neo_compile.host_attention import WorkerPool, paged_attention_varlen, plan_varlen
+from neo_compile.host_attention import LayerCache, TokenRows, WorkerPool, paged_attention_varlen, plan_varlen
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # A decode, speculated tokens, a chunk in the middle, a whole prompt, a request without a query token.
@@ -120,6 +120,54 @@ def test_append_in_the_same_call(
     for cache, wanted in zip((case.k_cache, case.v_cache), expected, strict=True):
         assert torch.equal(cache.nan_to_num(7.0), wanted.nan_to_num(7.0))
     case.check(out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("v_head_dim", [16, 40])
+def test_plans_of_ranges_of_one_layers_rows(pool: WorkerPool, seed: int, dtype: torch.dtype, v_head_dim: int) -> None:
+    """As a sub-batch submits: chunks and decodes, each from its own row on, and nothing else is read or written."""
+    shared = {"head_dim": 16, "num_q_heads": 4, "kv_dtype": dtype, "q_dtype": dtype, "out_dtype": dtype}
+    shared |= {"v_head_dim": v_head_dim, "has_sinks": True, "window": 30}
+    cases = [mixed(seed=seed, **shared), DecodeCase([40, 3, 17], seed=seed + 1, **shared)]
+    first_rows = [2, 2 + cases[0].num_rows + 1]
+    num_tokens = first_rows[1] + cases[1].num_rows + 2
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v, out = (
+        torch.full((num_tokens, heads, dim), float("nan"), dtype=dtype)
+        for heads, dim in ((4, 16), (2, 16), (2, v_head_dim), (4, v_head_dim))
+    )
+    untouched = torch.ones(num_tokens, dtype=torch.bool)
+    tickets = []
+    for case, first_row in zip(cases, first_rows, strict=True):
+        span = slice(first_row, first_row + case.num_rows)
+        untouched[span] = False
+        q[span] = case.q
+        for rows, cache in ((k, case.k_cache), (v, case.v_cache)):
+            rows[span] = torch.randn(case.num_rows, *rows.shape[1:], generator=rng).to(dtype)
+            queries = case.query_lens if isinstance(case, VarlenCase) else [1] * case.num_rows
+            row = first_row
+            for b, (length, count) in enumerate(zip(case.context_lens, queries, strict=True)):
+                for token in range(length - count, length):
+                    cache[int(case.block_tables[b, token // 16]), :, token % 16] = rows[row]
+                    row += 1
+    for case, first_row in zip(cases, first_rows, strict=True):
+        # the reference reads the new tokens in the cache; the kernel must bring them itself
+        expected = case.reference()
+        for b, length in enumerate(case.context_lens):
+            count = case.query_lens[b] if isinstance(case, VarlenCase) else 1
+            for token in range(length - count, length):
+                block = int(case.block_tables[b, token // 16])
+                case.k_cache[block, :, token % 16] = case.v_cache[block, :, token % 16] = float("nan")
+        layer = LayerCache(case.k_cache, case.v_cache)
+        options = {"scale": case.scale, **case.options}
+        ticket = pool.submit_rows(case.plan(), layer, TokenRows(q, k, v, out), first_row, **options)
+        tickets.append((ticket, case, first_row, expected))
+    for ticket, case, first_row, _ in tickets:
+        ticket.wait()
+        case.check(out[first_row : first_row + case.num_rows])
+    assert bool(out[untouched].isnan().all())
+    for _, case, _, expected in tickets:
+        assert torch.equal(case.reference(), expected)  # K and V arrived
 
 
 def test_appends_in_flight(pool: WorkerPool, seed: int) -> None:

@@ -36,8 +36,8 @@ class RecordingPool:
         self.num_copies += 1
         return self._logged(f"copy {self.num_copies - 1}", self.pool.submit_copy(*args, **options))
 
-    def submit_layer(self, *args, **options):
-        return self._logged("attention", self.pool.submit_layer(*args, **options))
+    def submit_rows(self, *args, **options):
+        return self._logged("attention", self.pool.submit_rows(*args, **options))
 
     def _logged(self, name, ticket):
         self.log.append(f"submit {name}")

@@ -46,7 +46,10 @@ class Turn:
 
 
 def measure_in_turns(
-    calls: Mapping[str, Callable[[int], object]], num_slots: int, effort: Effort, read_gbps: Callable[[], dict[int, float]]
+    calls: Mapping[str, Callable[[int], object]],
+    num_slots: int,
+    effort: Effort,
+    read_gbps: Callable[[], dict[int, float]],
 ) -> dict[str, list[Turn]]:
     """The turns of each implementation, by name. A call gets the slot to work on, one after the other."""
     turns: dict[str, list[Turn]] = {name: [] for name in calls}
