@@ -99,6 +99,15 @@ NEO_DECLARE_ISPC(_avx2)
 NEO_DECLARE_ISPC(_avx512skx)
 #undef NEO_DECLARE_ISPC
 
+// AVX-512 for large groups (paged_attention_wide.cpp), beside the ISPC kernels and beside the twin.
+#define NEO_DECLARE_WIDE(family)                               \
+  void neo_wide_span_f32_##family(const struct NeoSpan* span); \
+  void neo_wide_span_f16_##family(const struct NeoSpan* span); \
+  void neo_wide_span_bf16_##family(const struct NeoSpan* span);
+NEO_DECLARE_WIDE(ispc)
+NEO_DECLARE_WIDE(cpp)
+#undef NEO_DECLARE_WIDE
+
 // AVX512-BF16 (paged_attention_bf16.cpp), beside the ISPC kernels and beside the twin (build: NEO_AVX512_BF16).
 void neo_bf16_span_ispc(const struct NeoSpan* span);
 void neo_bf16_span_cpp(const struct NeoSpan* span);

@@ -37,15 +37,19 @@ int has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf1
    neo_cpp_load_row_##isa,                                                             \
    neo_cpp_store_row_##isa,                                                            \
    check}
-#define NEO_BF16_SET(name, family, f32, f16) \
-  {name, {f32, f16, neo_bf16_span_##family}, neo_cpp_load_row_avx512, neo_cpp_store_row_avx512, has_avx512_bf16}
+#define NEO_AVX512_SET(name, family, bf16, check)                          \
+  {name,                                                                   \
+   {neo_wide_span_f32_##family, neo_wide_span_f16_##family, bf16##family}, \
+   neo_cpp_load_row_avx512,                                                \
+   neo_cpp_store_row_avx512,                                               \
+   check}
 
 const NeoKernelSet kSets[] = {
 #if defined(NEO_ISPC_AVX512) && defined(NEO_AVX512_BF16)
-    NEO_BF16_SET("ispc-avx512-bf16", ispc, neo_ispc_span_f32_avx512skx, neo_ispc_span_f16_avx512skx),
+    NEO_AVX512_SET("ispc-avx512-bf16", ispc, neo_bf16_span_, has_avx512_bf16),
 #endif
 #ifdef NEO_ISPC_AVX512
-    NEO_ISPC_SET("ispc-avx512", _avx512skx, avx512, has_avx512),
+    NEO_AVX512_SET("ispc-avx512", ispc, neo_wide_span_bf16_, has_avx512),
 #endif
 #ifdef NEO_ISPC_AVX2
     NEO_ISPC_SET("ispc-avx2", _avx2, avx2, has_avx2),
@@ -54,10 +58,10 @@ const NeoKernelSet kSets[] = {
     NEO_ISPC_SET("ispc-neon", , generic, always),
 #endif
 #ifdef NEO_AVX512_BF16
-    NEO_BF16_SET("cpp-avx512-bf16", cpp, neo_cpp_span_f32_avx512, neo_cpp_span_f16_avx512),
+    NEO_AVX512_SET("cpp-avx512-bf16", cpp, neo_bf16_span_, has_avx512_bf16),
 #endif
 #ifdef NEO_TWIN_X86
-    NEO_TWIN_SET("cpp-avx512", avx512, has_avx512),
+    NEO_AVX512_SET("cpp-avx512", cpp, neo_wide_span_bf16_, has_avx512),
     NEO_TWIN_SET("cpp-avx2", avx2, has_avx2),
 #endif
     NEO_TWIN_SET("scalar", generic, always),

@@ -26,17 +26,8 @@ extern "C" void NEO_BF16_FALLBACK(const NeoSpan* span);
 
 namespace {
 
-constexpr int kChunk = 64;  // tokens per softmax update, at most
-constexpr int kRows = 4;    // K rows side by side: more cost bandwidth when they come from memory
-constexpr float kInf = __builtin_inff();
+constexpr int kRows = 4;  // K rows side by side: more cost bandwidth when they come from memory
 constexpr __mmask32 kAll = ~__mmask32{0};
-
-// Rows of a chunk, as offsets from KV head 0. Entries past the last token repeat it, so that whole tiles can be read,
-// and Ahead may look one further.
-struct ChunkRows {
-  int64_t k[kChunk + 1], v[kChunk + 1];
-  int32_t num_tokens;
-};
 
 // Four heads are bound by memory, and read quicker if a turn is a page of K and a page of V of one KV head; eight are
 // bound by arithmetic, of which a short turn has more.
@@ -45,46 +36,11 @@ inline int tokens_per_turn(int sets, int head_dim) {
   return sets > 1 || page > kChunk ? kChunk : page < 16 ? 16 : page;
 }
 
-inline void locate_chunk(const NeoSpan& span, int32_t begin, int32_t chunk, ChunkRows* rows) {
-  const int32_t n = span.token_end - begin < chunk ? span.token_end - begin : chunk;
-  int32_t block = begin / span.block_size, row = begin % span.block_size;
-  for (int32_t t = 0; t < n; row = 0, ++block) {
-    const int32_t end = n < t + span.block_size - row ? n : t + span.block_size - row;
-    int64_t k = span.block_table[block] * span.k_block_stride + row * span.k_token_stride;
-    int64_t v = span.block_table[block] * span.v_block_stride + row * span.v_token_stride;
-    for (; t < end; ++t, k += span.k_token_stride, v += span.v_token_stride) rows->k[t] = k, rows->v[t] = v;
-  }
-  for (int32_t t = n; t <= kChunk; ++t) rows->k[t] = rows->k[n - 1], rows->v[t] = rows->v[n - 1];
-  rows->num_tokens = n;
-}
-
-// Rows to prefetch while others are computed on: a line a step, in the order in which they lie in memory. (In the order
-// of the computation, which goes by columns, half of the bandwidth is lost.)
-class Ahead {
- public:
-  Ahead(const uint16_t* base, const int64_t* offsets, int head_dim)
-      : base_(base), offsets_(offsets), lines_((head_dim + kLine - 1) / kLine), left_(lines_), next_(base + *offsets) {}
-
-  void step() {
-    _mm_prefetch(reinterpret_cast<const char*>(next_), _MM_HINT_T1);
-    next_ += kLine;
-    if (--left_ > 0) return;
-    next_ = base_ + *++offsets_;
-    left_ = lines_;
-  }
-
- private:
-  const uint16_t* base_;
-  const int64_t* offsets_;
-  int lines_, left_;
-  const uint16_t* next_;
-};
-
 // q . k of kRows rows for S sets of heads. q: [head_dim / 32 rounded up, S, 4, 32], zero beyond head_dim; out:
 // [S, kChunk * 4], already at the first of the rows.
 template <int S>
 inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t* q, int head_dim, float* out,
-                       Ahead& ahead) {
+                       Ahead<uint16_t>& ahead) {
   __m512 sum[S][kRows];
 #pragma GCC unroll 2
   for (int i = 0; i < S; ++i)
@@ -127,50 +83,20 @@ inline void score_tile(const uint16_t* k, const int64_t* offsets, const uint16_t
     _mm512_store_ps(out + i * kChunk * kSet, fold_quad(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
 }
 
-// Dot products s [kChunk * 4] of one set -> weights 2^(x - m), rounded to bf16, two tokens in 32 bits. By lanes: m, the
-// sums l, and the factor by which what was accumulated so far shrinks.
-inline void soften_chunk(float* s, int num_tokens, const NeoSpan& span, float* m, float* l, float* decay) {
-  const __m512i lane_token = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 2, 3));
-  const __m512 scale = _mm512_set1_ps(span.q_scale), softcap = _mm512_set1_ps(span.softcap);
-  const int vectors = (num_tokens + 15) / 16 * 4;  // those past the last token are masked
-  const __m512 before = _mm512_load_ps(m);
-  __m512 top = before;
-  for (int i = 0; i < vectors; ++i) {
-    __m512 x = _mm512_mul_ps(_mm512_load_ps(s + 16 * i), scale);
-    if (span.softcap > 0) x = _mm512_mul_ps(softcap, tanh_accurate(x));
-    const __mmask16 valid = _mm512_cmplt_epi32_mask(lane_token, _mm512_set1_epi32(num_tokens - 4 * i));
-    x = _mm512_mask_mov_ps(_mm512_set1_ps(-kInf), valid, x);
-    _mm512_store_ps(s + 16 * i, x);
-    top = _mm512_max_ps(x, top);  // this way round a NaN is dropped
-  }
-  top = max_over_tokens(top);
-  // nothing but -inf so far: every weight is 0, not NaN
-  const __m512 base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(top, _mm512_set1_ps(-kInf), _CMP_NEQ_OQ), top);
-  const __m512 shrink = exp2_nonpositive(_mm512_sub_ps(before, base));
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < vectors; i += 4) {
-    __m512 x[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) x[j] = _mm512_sub_ps(_mm512_load_ps(s + 16 * (i + j)), base);
-    exp2_nonpositive(x);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-      const __m512i p = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x[j])));
-      sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(p, 16)));
-      const __m512i next = _mm512_shuffle_epi32(p, _MM_PERM_CDAB);
-      _mm512_store_si512(s + 16 * (i + j), _mm512_or_epi32(p, _mm512_slli_epi32(next, 16)));
-    }
-  }
-  _mm512_store_ps(l, _mm512_fmadd_ps(_mm512_load_ps(l), shrink, sum));
-  _mm512_store_ps(m, top);
-  _mm512_store_ps(decay, shrink);
+// A weight in bf16 in both halves of its lane's 32 bits: of its own token and of the next one. What it was rounded to.
+inline __m512 keep_rounded(float* out, __m512 weight) {
+  const __m512i p = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(weight)));
+  const __m512i next = _mm512_shuffle_epi32(p, _MM_PERM_CDAB);
+  _mm512_store_si512(out, _mm512_or_epi32(p, _mm512_slli_epi32(next, 16)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(p, 16));
 }
 
 // acc = acc * decay + p V for E lines of 32 elements, the last one with `mask`. A line of acc is two vectors, in the
 // order that interleaving two rows gives (see store_acc).
 template <int S, int E>
 inline void accumulate_lines(const uint16_t* v, const int64_t* offsets, int num_tokens, const float* weights,
-                             const float* decay, float* acc, int acc_stride, int d, __mmask32 mask, Ahead& ahead) {
+                             const float* decay, float* acc, int acc_stride, int d, __mmask32 mask,
+                             Ahead<uint16_t>& ahead) {
   constexpr int kHeads = kSet * S;
   __m512 sum[kHeads][2 * E];
 #pragma GCC unroll 8
@@ -215,7 +141,7 @@ inline void accumulate_lines(const uint16_t* v, const int64_t* offsets, int num_
 
 template <int S>
 inline void accumulate_chunk(const uint16_t* v, const int64_t* offsets, int num_tokens, const float* weights,
-                             const float* decay, float* acc, int acc_stride, int head_dim, Ahead& ahead) {
+                             const float* decay, float* acc, int acc_stride, int head_dim, Ahead<uint16_t>& ahead) {
   constexpr int kWide = 2 / S;  // lines at once: sums for most of the registers
   int d = 0;
   for (; d + kWide * kLine <= head_dim; d += kWide * kLine)
@@ -224,8 +150,6 @@ inline void accumulate_chunk(const uint16_t* v, const int64_t* offsets, int num_
     accumulate_lines<S, 1>(v, offsets, num_tokens, weights, decay, acc, acc_stride, d,
                            head_dim - d < kLine ? first_lanes(head_dim - d) : kAll, ahead);
 }
-
-inline int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
 // q of one slice of heads, [lines, S, 4, 32]: lane (head, pair) of a step.
 template <int S>
@@ -296,13 +220,13 @@ inline void attend_span(const NeoSpan& span) {
       const uint16_t* kh = k + h * span.k_head_stride;
       const uint16_t* vh = v + h * span.v_head_stride;
       for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
-        Ahead k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
-        Ahead v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
+        Ahead<uint16_t> k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
+        Ahead<uint16_t> v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
         for (int t = 0; t < rows.num_tokens; t += kRows)
           score_tile<S>(kh, rows.k + t, q + slice * k_dim * kHeads, span.head_dim_k, s + t * kSet, k_ahead);
         for (int i = 0; i < S; ++i)
           soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + 16 * (slice * S + i), l + 16 * (slice * S + i),
-                       decay + 16 * i);
+                       decay + 16 * i, keep_rounded);
         accumulate_chunk<S>(vh, rows.v, rows.num_tokens, s, decay, acc + slice * kHeads * v_dim, v_dim, span.head_dim_v,
                             v_ahead);
       }

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from neo_compile.explain import explain as explain
+    from neo_compile.explanation import explain as explain
     from neo_compile.runtime.device import DeviceConfig as DeviceConfig
     from neo_compile.runtime.engine import Engine as Engine
     from neo_compile.runtime.generate import GenerateStats as GenerateStats
@@ -41,7 +41,7 @@ _EXPORTS = {
     "GenerateStats": "neo_compile.runtime.generate",
     "disable": "neo_compile.runtime.generate",
     "enable": "neo_compile.runtime.generate",
-    "explain": "neo_compile.explain",
+    "explain": "neo_compile.explanation",
     "generate": "neo_compile.runtime.generate",
     "stats": "neo_compile.runtime.generate",
     "to_dynamic_cache": "neo_compile.runtime.generate",

@@ -17,6 +17,7 @@ from neo_compile import _C
 from neo_compile._host_checks import (
     IntArray,
     address,
+    check_is_tensor,
     check_tensor,
     dtype_code,
     int32_array,
@@ -78,26 +79,29 @@ class TokenRows:
     __slots__ = ("native", "out", "tensors")
 
     def __init__(self, q: Tensor, k_new: Tensor, v_new: Tensor, out: Tensor) -> None:
-        num_tokens, num_q_heads, head_dim = q.shape
-        _, num_kv_heads, v_head_dim = v_new.shape
-        dtype = q.dtype
-        code = dtype_code(dtype)
-        q_ok = code is not None and q.is_contiguous() and q.is_cpu
-        k_ok = k_new.shape == (num_tokens, num_kv_heads, head_dim) and _is_like(k_new, dtype)
-        v_ok = v_new.shape[0] == num_tokens and _is_like(v_new, dtype)
-        out_ok = out.shape == (num_tokens, num_q_heads, v_head_dim) and _is_like(out, dtype)
-        if not (q_ok and k_ok and v_ok and out_ok):
-            raise ValueError(
-                "rows of a layer must be contiguous CPU tensors of one dtype and number of tokens, with the heads and "
-                f"dims of each other: q {_describe(q)}, k_new {_describe(k_new)}, v_new {_describe(v_new)}, out "
-                f"{_describe(out)}"
+        self.tensors = (q, k_new, v_new, out)
+        try:
+            num_tokens, num_q_heads, head_dim = q.shape
+            _, num_kv_heads, v_head_dim = v_new.shape
+            dtype = q.dtype
+            addresses = [x.data_ptr() for x in self.tensors if x.dtype is dtype and x.is_contiguous() and x.is_cpu]
+            fit = (
+                k_new.shape == (num_tokens, num_kv_heads, head_dim)
+                and v_new.shape[0] == num_tokens
+                and out.shape == (num_tokens, num_q_heads, v_head_dim)
             )
-        assert code is not None
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            raise self._refusal() from None
+        code = dtype_code(dtype)
+        is_usable = num_tokens == 0 or (num_kv_heads > 0 and all(addresses))
+        if code is None or len(addresses) != 4 or not fit or not is_usable:
+            raise self._refusal()
+        q_address, k_address, v_address, out_address = addresses
         self.native = _C.TokenRows.contiguous(
-            q.data_ptr(),
-            out.data_ptr(),
-            k_new.data_ptr(),
-            v_new.data_ptr(),
+            q_address,
+            out_address,
+            k_address,
+            v_address,
             code,
             num_tokens,
             num_q_heads,
@@ -106,14 +110,20 @@ class TokenRows:
             v_head_dim,
         )
         self.out = out
-        self.tensors = (q, k_new, v_new, out)
 
-
-def _is_like(x: Tensor, dtype: torch.dtype) -> bool:
-    return x.dtype is dtype and x.is_contiguous() and x.is_cpu
+    def _refusal(self) -> ValueError:
+        for name, x in zip(("q", "k_new", "v_new", "out"), self.tensors, strict=True):
+            check_is_tensor(name, x)
+        q, k_new, v_new, out = (_describe(x) for x in self.tensors)
+        return ValueError(
+            "rows of a layer must be contiguous CPU tensors [tokens, heads, dim] of one dtype and number of tokens, "
+            f"with the heads and dims of each other, and have memory: q {q}, k_new {k_new}, v_new {v_new}, out {out}"
+        )
 
 
 def _describe(x: Tensor) -> str:
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{'nested' if x.is_nested else x.layout}"
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}, strides {x.stride()}, on {x.device}"
 
 
@@ -135,7 +145,7 @@ class BlockPairs:
         self.array = pairs_array(pairs, num_blocks)
         both = np.intersect1d(*self.array.T) if self.array.size else self.array
         self.both = int(both[0]) if both.size else None
-        self.num_blocks = num_blocks
+        self.num_blocks = tuple(num_blocks)
         self.native = _C.BlockPairs(address(self.array), len(self.array))
 
     def __len__(self) -> int:

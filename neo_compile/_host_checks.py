@@ -21,6 +21,7 @@ from neo_compile import _C
 __all__ = [
     "IntArray",
     "address",
+    "check_is_tensor",
     "check_out",
     "check_tensor",
     "dtype_code",
@@ -39,7 +40,7 @@ _DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 def check_tensor(name: str, x: Tensor, dim: int) -> int:
     """dtype code of a CPU tensor whose innermost dimension is contiguous."""
-    _check_is_tensor(name, x)
+    check_is_tensor(name, x)
     code = _DTYPE_CODES.get(x.dtype)
     if code is None:
         raise ValueError(f"{name} is {x.dtype}; float32, float16 and bfloat16 are supported")
@@ -52,7 +53,7 @@ def check_tensor(name: str, x: Tensor, dim: int) -> int:
     return code
 
 
-def _check_is_tensor(name: str, x: object) -> None:
+def check_is_tensor(name: str, x: object) -> None:
     if isinstance(x, Tensor):
         return
     kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
@@ -69,7 +70,10 @@ def rows(name: str, x: Tensor, shape: tuple[int, int, int]) -> _C.Rows:
     strides = x.stride()
     if strides[2] != 1:
         check_tensor(name, x, 3)  # refused unless there is only one column
-    return _C.Rows(x.data_ptr(), strides[0], strides[1], code)
+    data = x.data_ptr()
+    if not data and x.numel():
+        raise ValueError(f"{name} {tuple(x.shape)} has no memory (a fake tensor, or one whose storage was freed)")
+    return _C.Rows(data, strides[0], strides[1], code)
 
 
 def dtype_code(dtype: torch.dtype) -> int | None:
@@ -95,7 +99,7 @@ def softcap_code(softcap: float | None) -> float:
 def sinks_address(sinks: Tensor | None, num_q_heads: int) -> int:
     if sinks is None:
         return 0
-    _check_is_tensor("sinks", sinks)
+    check_is_tensor("sinks", sinks)
     if sinks.dtype != torch.float32 or sinks.shape != (num_q_heads,) or not sinks.is_contiguous():
         raise ValueError(f"sinks must be contiguous float32 [{num_q_heads}], not {sinks.dtype} {tuple(sinks.shape)}")
     if sinks.device.type != "cpu":
@@ -145,10 +149,10 @@ def _rectangular(name: str, values: Any) -> npt.NDArray[Any]:
 
 def pairs_array(pairs: IntArray, num_blocks: tuple[int, int]) -> npt.NDArray[np.int64]:
     array = np.ascontiguousarray(_int_array("pairs", pairs, 2), dtype=np.int64)
-    if array.size == 0:
-        return array
-    if array.shape[1] != 2:
+    if array.shape[1] != 2 and len(array):
         raise ValueError(f"pairs must be [N, 2], not {array.shape}")
+    if not len(array):
+        return array.reshape(0, 2)
     for column, name, count in ((0, "src", num_blocks[0]), (1, "dst", num_blocks[1])):
         bad = np.flatnonzero((array[:, column] < 0) | (array[:, column] >= count))
         if bad.size:
@@ -166,7 +170,7 @@ def check_out(out: Tensor, inputs: dict[str, Tensor]) -> None:
     Read-only to the operating system (a file mapped for reading, say), where a write would end the process. That a
     tensor was made from a read-only numpy array torch itself forgets, after a warning.
     """
-    _check_is_tensor("out", out)
+    check_is_tensor("out", out)
     if out.device.type != "cpu":
         return  # named by `rows`
     dims = sorted((stride, size) for stride, size in zip(out.stride(), out.shape, strict=True) if size > 1)

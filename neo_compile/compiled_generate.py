@@ -105,13 +105,21 @@ class _LazyGenerate:
 
 
 class _LazyCall:
-    """`model._compiled_call_impl`: forwards with a KV cache are served, others run as compiled."""
+    """`model._compiled_call_impl`: forwards with a KV cache are served, others run as compiled.
+
+    While the model is enabled as well, what `enable` was given counts, and it gets all calls.
+    """
 
     def __init__(self, model: Any, backend: Any, compiled: Callable[..., Any]) -> None:
         self._model, self._backend, self._compiled = model, backend, compiled
         self.enabled: EnabledModel | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from neo_compile.runtime.generate.enabling import EnabledModel
+
+        explicit = self._model.__dict__.get("forward")
+        if isinstance(explicit, EnabledModel):
+            return explicit(*args, **kwargs)
         if kwargs.get("cache") is None and kwargs.get("past_key_values") is None:
             return self._compiled(*args, **kwargs)
         if self.enabled is None:

@@ -180,6 +180,8 @@ class WorkerPool:
 
         It costs half of `submit_layer` on slices, with the cold caches that a linear stage leaves.
         """
+        if type(first_row) is not int or abs(first_row) >= 2**31:
+            raise ValueError(f"first_row = {first_row!r} must be a row's number")
         options = (scale, window_code(window), softcap_code(softcap), sinks_address(sinks, plan.q_shape[1]))
         refs = (plan, layer, rows.tensors, sinks)
         return self._native.submit_attention(plan.native, layer.native, rows.native, first_row, *options, refs)
@@ -194,7 +196,7 @@ class WorkerPool:
         pool) a block both read and written.
         """
         for name, pool in (("src", src), ("dst", dst)):
-            if pool.device.type != "cpu" or not pool.is_contiguous() or pool.dim() == 0:
+            if not isinstance(pool, Tensor) or not pool.is_cpu or not pool.is_contiguous() or pool.dim() == 0:
                 raise ValueError(f"{name} must be a contiguous CPU tensor [num_blocks, ...]")
         if src.dtype != dst.dtype or src.shape[1:] != dst.shape[1:]:
             raise ValueError(
@@ -208,7 +210,9 @@ class WorkerPool:
         elif pairs.num_blocks != num_blocks:
             raise ValueError(f"the pairs were made for pools of {pairs.num_blocks} blocks, these have {num_blocks}")
         src_address, dst_address = src.data_ptr(), dst.data_ptr()
-        if pairs.both is not None and src_address == dst_address:
+        if len(pairs) and not (src_address and dst_address) and src.numel():
+            raise ValueError("src or dst has no memory (a fake tensor, or one whose storage was freed)")
+        if pairs.both is not None and src_address == dst_address and src.numel():
             raise ValueError(f"pairs read and write block {pairs.both} of the same pool")
         block_bytes = math.prod(src.shape[1:]) * src.element_size()
         gbps = max_gbps or 0.0

@@ -40,7 +40,7 @@ class EngineStats:
     num_artifacts: int = 0
     cost_tables: str = ""
     """Which cost tables serve: a full profile, quick tables, or a model that the caller gave."""
-    predictions: deque[Prediction] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
+    predictions: deque[Prediction] = field(default_factory=lambda: deque(maxlen=MAX_KEPT), repr=False)
     """The newest iterations' predicted and measured times (`predictions.error_summaries` sums them up)."""
 
     def count(self, plan: IterationPlan, times: IterationTimes, num_outputs: int) -> None:

@@ -85,9 +85,24 @@ class Timeline:
         for event in document["traceEvents"]:
             if event["ph"] == "X":
                 start_ns, end_ns = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
-                lane, args = lanes[event["tid"]], event["args"]
-                timeline.events.append(TimelineEvent(lane, event["cat"], start_ns, end_ns, **args))
+                args = event["args"]
+                told = TimelineEvent(
+                    lanes[event["tid"]],
+                    event["cat"],
+                    start_ns,
+                    end_ns,
+                    args["iteration"],
+                    args["layer"],
+                    args["sub_batch"],
+                    args.get("label"),
+                )
+                timeline.events.append(told if told.name == event["name"] else _relabelled(told, event["name"]))
         return timeline
+
+
+def _relabelled(event: TimelineEvent, name: str) -> TimelineEvent:
+    """`event` of a file without labels, with what is left of its name once layer and sub-batch are taken off."""
+    return event._replace(label=name.removesuffix(event._replace(label="", category="").name))
 
 
 def _chrome_events(events: list[TimelineEvent]) -> Iterable[dict[str, object]]:

@@ -105,6 +105,18 @@ def test_every_implementation_is_right(name: str, dtype: str, is_scattered: bool
     runner.close()
 
 
+def test_the_bandwidth_is_told_where_nothing_can_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise UnavailableError("not today")
+
+    monkeypatch.setattr(peers, "open_runner", refuse)
+    path = tmp_path / "kernel.json"
+    assert cli.main(["bench", "kernel", *TINY, "--impl", "cpp", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["rows"] == []
+    assert report["machine"]["bandwidth_gbps"] > 0
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     attend = peers.scaled_dot_product_attention
     monkeypatch.setattr(peers, "scaled_dot_product_attention", lambda *a, **kw: attend(*a, **kw) * 1.1)

@@ -121,6 +121,19 @@ def test_a_timeline_is_drawn_from_its_trace(tmp_path, capsys):
     assert "3 to 4" in capsys.readouterr().err
 
 
+def test_labels_of_a_trace_without_them_are_those_of_its_names(tmp_path):
+    timeline = small_timeline()
+    timeline.add("device", "wait", 50_000_000, 51_000_000, 4, layer=3, sub_batch=0, label="wait for swap")
+    trace = tmp_path / "timeline.json"
+    timeline.write_chrome_trace(trace)
+    document = json.loads(trace.read_text())
+    for event in document["traceEvents"]:
+        event["args"].pop("label", None)
+    read = Timeline.from_chrome_trace(document)
+    assert [event.name for event in read.events] == [event.name for event in timeline.events]
+    assert [event.label for event in read.events] == [event.label for event in timeline.events]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -8,8 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neo_compile.explain import explain
+from neo_compile.explanation import explain
 from tests.helpers.models import tiny_model
+
+
+def test_the_packages_name_stays_a_function() -> None:
+    import neo_compile
+
+    assert neo_compile.explain is explain
+    assert neo_compile.explain is explain  # importing the function must not put a module of its name in its place
+    from neo_compile import explain as imported
+
+    assert imported is explain
 
 
 def test_capture_report() -> None:

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_engine(policy: str, model: Any, tokenizer: Any, args: argparse.Namespace, status: StatusLine) -> Engine:
-    status.announce(f"preparing the engine for {policy} (compiling takes half a minute the first time)")
+    status.announce(f"preparing the engine for {policy} (compiling takes a minute or two the first time)")
     return open_engine(model, tokenizer, args, policy=policy)
 
 

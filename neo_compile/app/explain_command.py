@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """The command. Returns the exit code."""
     import torch
 
-    from neo_compile.explain import explain
+    from neo_compile.explanation import explain
 
     model, tokenizer = load_model(args.model, parse_dtype(args.dtype))
     print(explain(model, torch.tensor([encode_chat(tokenizer, "Hello")])))

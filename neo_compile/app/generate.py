@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         status.announce(f"loading {args.model}")
         model, tokenizer = load_model(args.model, parse_dtype(args.dtype))
         token_ids = [tokenizer.encode(p) if args.raw else encode_chat(tokenizer, p) for p in prompts]
-        status.announce("preparing the engine (the first time, compiling takes half a minute)")
+        status.announce("preparing the engine (the first time, compiling takes a minute or two)")
         with open_engine(model, tokenizer, args) as engine:
             printer = _AnswerPrinter(prompts, status)
             # A streamed answer shows by itself how far it is, and a status line would overwrite it.

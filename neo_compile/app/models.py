@@ -54,9 +54,14 @@ def find_smollm2_gguf() -> Path:
     )
 
 
+def smollm2_path() -> Path:
+    """Where the converted model is, or will be."""
+    return cache_dir() / f"smollm2-135m-instruct-v{CONVERSION_VERSION}"
+
+
 def smollm2_folder() -> Path:
     """The converted model's Hugging Face folder, made on the first call (some seconds, 269 MB)."""
-    folder = cache_dir() / f"smollm2-135m-instruct-v{CONVERSION_VERSION}"
+    folder = smollm2_path()
     if folder.is_dir():
         return folder
     from neo_compile.app.gguf_llama import convert_gguf
@@ -92,14 +97,16 @@ def load_model(name: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(smollm2_folder()) if name == SMOLLM2 else name
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1  # a hub's name has one slash at most
+    if is_path and not Path(name).is_dir():
         raise ModelNotFoundError(f"no model folder {name!r}: give a Hugging Face folder, or {SMOLLM2!r}")
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ModelNotFoundError(f"cannot load a model from {name!r}: {reason}") from error
+        where = "" if Path(source).is_dir() else " (no folder of that name is here)"
+        raise ModelNotFoundError(f"cannot load a model from {name!r}{where}: {reason}") from error
     return model.eval(), tokenizer
 
 

@@ -101,8 +101,8 @@ def add_engine_options(
         "--stages",
         default="inductor",
         choices=["inductor", "eager", "background"],
-        help="inductor compiles the linear stages (half a minute the first time, with a C++ compiler); eager does not; "
-        "background starts eagerly and compiles meanwhile",
+        help="inductor compiles the linear stages (a minute or two the first time, with a C++ compiler); eager does "
+        "not; background starts eagerly and compiles meanwhile",
     )
     add_settings_option(group, CONFIGS)
 

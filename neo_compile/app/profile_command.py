@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     with StatusLine() as status:
         status.announce(f"loading {args.model}")
         model, _ = load_model(args.model, parse_dtype(args.dtype))
-        status.announce("preparing the engine (compiling takes half a minute the first time)")
+        status.announce("preparing the engine (compiling takes a minute or two the first time)")
         with open_engine(model, None, args) as engine:
             start = time.perf_counter()
             costs = engine.profile(

@@ -193,6 +193,22 @@ def test_model_compile():
     assert neo_compile.stats(model).num_served == 20
 
 
+@pytest.mark.parametrize("is_compiled_first", [True, False])
+def test_enable_counts_on_a_compiled_model(is_compiled_first):
+    model, eager = pair()
+    expected = generate(eager, {})
+    if is_compiled_first:
+        model.compile(backend="neo", options={"stages": "eager"})
+        assert torch.equal(generate(model, {}), expected)
+    with enable_tiers(model) as enabled:
+        if not is_compiled_first:
+            model.compile(backend="neo", options={"stages": "eager"})
+        assert torch.equal(generate(model, {}), expected)
+        assert neo_compile.stats(model).num_served == 20
+        assert enabled.stats().host_blocks > 0
+    assert torch.equal(generate(model, {}), expected)
+
+
 def test_custom_generate():
     model, eager = pair()
     # What the first call would make with default options, which compile.

@@ -5,6 +5,7 @@ python -m tests.helpers.models_table        rewrites it (some minutes)
 
 from __future__ import annotations
 
+import argparse
 import functools
 import warnings
 from collections.abc import Sequence
@@ -121,5 +122,6 @@ def write() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     transformers.logging.set_verbosity_error()
     write()

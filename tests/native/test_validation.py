@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from decode_cases import DecodeCase
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neo_compile.host_attention import BlockPairs, LayerCache, TokenRows, WorkerPool, paged_decode, plan_decode
 
@@ -180,6 +181,20 @@ def test_token_rows_name_what_does_not_fit() -> None:
         r"out float32 \[5, 8, 64\]": (q, k, v, q),
         r"out .* on meta": (q, k, v, out.to("meta")),
     }
+    with FakeTensorMode():
+        fake = torch.zeros(5, 8, 64)
+    freed = torch.zeros(5, 2, 64)
+    freed.untyped_storage().resize_(0)
+    bad |= {
+        r"have memory: q float32": (fake, k, v, out),
+        r"have memory: q float32 ": (q, freed, v, out),
+        r"k_new float32 \[5, 0, 64\]": (q, torch.zeros(5, 0, 64), torch.zeros(5, 0, 32), out),
+        r"q must be a torch tensor, not numpy.ndarray": (q.numpy(), k, v, out),
+        r"k_new must be a torch tensor, not NoneType": (q, None, v, out),
+        r"q float32 \[8, 64\]": (q[0], k, v, out),
+        r"v_new float32 \[2, 32\]": (q, k, v[0], out),
+        r"v_new torch.sparse_coo": (q, k, v.to_sparse(), out),
+    }
     for message, tensors in bad.items():
         with pytest.raises(ValueError, match=message):
             TokenRows(*tensors)
@@ -197,6 +212,9 @@ def test_rows_must_hold_the_plans_tokens(any_pool: WorkerPool) -> None:
         any_pool.submit_rows(plan, layer, TokenRows(q, k, v, out), first_row, scale=1.0).wait()
 
     submit(3, 5)
+    for first_row in (2.0, None, 2**31):
+        with pytest.raises(ValueError, match=r"first_row = .* must be a row's number"):
+            submit(first_row, 5)  # type: ignore[arg-type]
     for first_row in (-1, 4, 2**31 - 1):
         with pytest.raises(ValueError, match=f"2 tokens from row {first_row} on are not within 5 rows"):
             submit(first_row, 5)
@@ -228,7 +246,9 @@ def test_copy_arguments(any_pool: WorkerPool) -> None:
         r"pairs\[0, 1\] = -1 is not one of dst's 6 blocks": (src, dst, [[0, -1]]),
         "write block 2 of dst more than once": (src, dst, [[0, 2], [1, 2]]),
         "read and write block 1 of the same pool": (src, src, [[0, 1], [1, 2]]),
-        r"pairs must be \[N, 2\]": (src, dst, [[0, 1, 2]]),
+        r"pairs must be \[N, 2\], not \(1, 3\)": (src, dst, [[0, 1, 2]]),
+        r"pairs must be \[N, 2\], not \(5, 0\)": (src, dst, np.zeros((5, 0), np.int64)),
+        "src must be a contiguous": (src.numpy(), dst, [[0, 0]]),
         "blocks differ": (src, torch.zeros(4, 9), [[0, 0]]),
         "dst must be a contiguous": (src, torch.zeros(8, 4).t(), [[0, 0]]),
     }

@@ -39,7 +39,7 @@ def open_systems(
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for system in systems:
-            status.announce(f"preparing the engine for {system.name} (compiling takes half a minute the first time)")
+            status.announce(f"preparing the engine for {system.name} (compiling takes a minute or two the first time)")
             engine = stack.enter_context(open_engine(model, None, args, **_overrides(args, system, lengths)))
             measure(engine, [_WARM_UP] * 2, seed=0)
             engines[system.name] = engine

@@ -32,7 +32,8 @@ Implementations take turns (A B C A B C ...), after each was checked against a f
   flex           torch's flex_attention, compiled for the shape (half a minute each)
   onnxruntime    its GroupQueryAttention operator, if onnxruntime and onnx are installed
   ggml           llama.cpp's flash attention, if libggml-python or llama-cpp-python is installed
-`pip install 'neo-compile[bench]'` adds the last two. What cannot run is listed with the reason."""
+`pip install 'neo-compile[bench]'` (in a clone: pip install -e '.[bench]') adds the last two. What cannot run is
+listed with the reason."""
 
 EPILOG = """\
 examples:

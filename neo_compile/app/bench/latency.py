@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     with StatusLine() as status:
         model, lengths, num_left_out = load_model_and_lengths(args, status)
         load = OnlineLoad(lengths, args.duration, args.seed)
+        for rate in rates[:1] if args.bisect else rates:
+            load.arrivals(rate)  # too few requests are refused before engines are made
         residents = sorted(lengths, key=sum)[-args.max_num_seqs :]
         with open_systems(model, args, systems, residents, status) as engines:
             first = next(iter(engines.values()))

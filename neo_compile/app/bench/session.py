@@ -86,6 +86,8 @@ class KernelBench:
         for number, case in enumerate(self.settings.cases, 1):
             self._status.announce(f"case {number} of {len(self.settings.cases)}: {case}")
             self._run_case(case)
+        if not self._measured:
+            self.bandwidth.measure(passes=1)
 
     def _run_case(self, case: KernelCase) -> None:
         arena = KVArena(case, self.settings.arena_bytes)
