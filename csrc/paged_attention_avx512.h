@@ -6,12 +6,14 @@
 
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "kernel.h"
 
 namespace {
 
 constexpr int kSet = 4;     // query heads that share a vector
+constexpr int kRows = 4;    // K rows side by side: as many as fold into a vector; more cost bandwidth from memory
 constexpr int kChunk = 64;  // tokens per softmax update, at most
 constexpr float kInf = __builtin_inff();
 
@@ -155,6 +157,84 @@ inline void soften_chunk(float* s, int num_tokens, const NeoSpan& span, float* m
   _mm512_store_ps(l, _mm512_fmadd_ps(_mm512_load_ps(l), shrink, sum));
   _mm512_store_ps(m, top);
   _mm512_store_ps(decay, shrink);
+}
+
+// A span, in slices of A::kSets * 4 query heads of a KV head, the last one of a group padded. The arithmetic A has:
+//   Element, Query         of the cache's rows, and of a slice's q as the tiles read it: padded(head_dim) for each head
+//   tokens_per_turn        at most kChunk
+//   pack_q                 a slice's heads into that order
+//   score_tile             q . k of kRows rows, into the sets' [kChunk * 4]
+//   keep                   see soften_chunk
+//   accumulate_chunk       acc = acc * decay + weights V; rows of acc are padded(head_dim_v) apart, in an order of its
+//   own store_acc              a row of acc into plain order
+template <typename A>
+inline void attend_span(const NeoSpan& span) {
+  using T = typename A::Element;
+  constexpr int S = A::kSets, kHeads = kSet * S;
+  const T* k = static_cast<const T*>(span.k);
+  const T* v = static_cast<const T*>(span.v);
+  const int group = span.num_q_heads / span.num_kv_heads;
+  const int slices = (group + kHeads - 1) / kHeads;  // per KV head
+  const int k_dim = A::padded(span.head_dim_k), v_dim = A::padded(span.head_dim_v);
+  const int64_t num_slices = static_cast<int64_t>(span.num_kv_heads) * slices;
+  float* acc = span.scratch;  // [num_slices, kHeads, v_dim]
+  float* m = acc + num_slices * kHeads * v_dim;
+  float* l = m + num_slices * S * 16;
+  float* s = l + num_slices * S * 16;  // [S, kChunk * 4]
+  float* decay = s + kChunk * kHeads;
+  auto* q = reinterpret_cast<typename A::Query*>(decay + 16 * S);  // [num_slices, k_dim * kHeads]
+  const auto first_head = [&](int64_t slice) { return slice / slices * group + slice % slices * kHeads; };
+  const auto heads_of = [&](int64_t slice) {
+    const int left = group - static_cast<int>(slice % slices) * kHeads;
+    return left < kHeads ? left : kHeads;
+  };
+
+  memset(acc, 0, static_cast<size_t>(num_slices) * kHeads * v_dim * sizeof(float));
+  for (int64_t i = 0; i < num_slices * S; ++i) {
+    _mm512_store_ps(m + 16 * i, _mm512_set1_ps(-kInf));
+    _mm512_store_ps(l + 16 * i, _mm512_setzero_ps());
+  }
+  for (int64_t i = 0; i < num_slices; ++i)
+    A::pack_q(span.q + first_head(i) * span.q_stride, span.q_stride, heads_of(i), span.head_dim_k,
+              q + i * k_dim * kHeads);
+
+  const int chunk = A::tokens_per_turn(span.head_dim_k);
+  ChunkRows chunks[2];
+  if (span.token_begin < span.token_end) locate_chunk(span, span.token_begin, chunk, &chunks[0]);
+  int turn = 0;
+  for (int begin = span.token_begin; begin < span.token_end; begin += chunk, turn ^= 1) {
+    const ChunkRows& rows = chunks[turn];
+    const ChunkRows* next = &rows;
+    if (begin + chunk < span.token_end) {
+      locate_chunk(span, begin + chunk, chunk, &chunks[turn ^ 1]);
+      next = &chunks[turn ^ 1];
+    }
+    for (int h = 0; h < span.num_kv_heads; ++h) {
+      const bool is_last = h + 1 == span.num_kv_heads;
+      const T* kh = k + h * span.k_head_stride;
+      const T* vh = v + h * span.v_head_stride;
+      for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
+        Ahead<T> k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
+        Ahead<T> v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
+        for (int t = 0; t < rows.num_tokens; t += kRows)
+          A::score_tile(kh, rows.k + t, q + slice * k_dim * kHeads, span.head_dim_k, s + t * kSet, k_ahead);
+        for (int i = 0; i < S; ++i)
+          soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + 16 * (slice * S + i), l + 16 * (slice * S + i),
+                       decay + 16 * i, A::keep);
+        A::accumulate_chunk(vh, rows.v, rows.num_tokens, s, decay, acc + slice * kHeads * v_dim, v_dim, span.head_dim_v,
+                            v_ahead);
+      }
+    }
+  }
+
+  for (int64_t slice = 0; slice < num_slices; ++slice)
+    for (int h = 0; h < heads_of(slice); ++h) {
+      const int64_t head = first_head(slice) + h, set = (slice * S + h / kSet) * 16 + h % kSet * 4;
+      A::store_acc(acc + (slice * kHeads + h) * v_dim, span.head_dim_v, span.acc + head * span.acc_stride,
+                   span.acc_stride);
+      span.m[head] = m[set];
+      span.l[head] = (l[set] + l[set + 1]) + (l[set + 2] + l[set + 3]);
+    }
 }
 
 }  // namespace

@@ -26,7 +26,6 @@ extern "C" void NEO_BF16_FALLBACK(const NeoSpan* span);
 
 namespace {
 
-constexpr int kRows = 4;  // K rows side by side: more cost bandwidth when they come from memory
 constexpr __mmask32 kAll = ~__mmask32{0};
 
 // Four heads are bound by memory, and read quicker if a turn is a page of K and a page of V of one KV head; eight are
@@ -174,80 +173,37 @@ inline void store_acc(const float* acc, int head_dim, float* out, int out_stride
   }
 }
 
+// See attend_span. S sets of four heads.
 template <int S>
-inline void attend_span(const NeoSpan& span) {
-  constexpr int kHeads = kSet * S;  // of a slice: the query heads of a KV head that are computed together
-  const uint16_t* k = static_cast<const uint16_t*>(span.k);
-  const uint16_t* v = static_cast<const uint16_t*>(span.v);
-  const int group = span.num_q_heads / span.num_kv_heads;
-  const int slices = (group + kHeads - 1) / kHeads;  // per KV head
-  const int k_dim = round_up(span.head_dim_k, kLine), v_dim = round_up(span.head_dim_v, kLine);
-  const int64_t num_slices = static_cast<int64_t>(span.num_kv_heads) * slices;
-  float* acc = span.scratch;  // [num_slices, kHeads, v_dim]
-  float* m = acc + num_slices * kHeads * v_dim;
-  float* l = m + num_slices * S * 16;
-  float* s = l + num_slices * S * 16;  // [S, kChunk * 4]
-  float* decay = s + kChunk * kHeads;
-  uint16_t* q = reinterpret_cast<uint16_t*>(decay + 16 * S);  // [num_slices, k_dim * kHeads]
-  const auto first_head = [&](int64_t slice) { return slice / slices * group + slice % slices * kHeads; };
-  const auto heads_of = [&](int64_t slice) {
-    const int left = group - static_cast<int>(slice % slices) * kHeads;
-    return left < kHeads ? left : kHeads;
-  };
+struct BfloatArithmetic {
+  using Element = uint16_t;
+  using Query = uint16_t;
+  static constexpr int kSets = S;
 
-  memset(acc, 0, static_cast<size_t>(num_slices) * kHeads * v_dim * sizeof(float));
-  for (int64_t i = 0; i < num_slices * S; ++i) {
-    _mm512_store_ps(m + 16 * i, _mm512_set1_ps(-kInf));
-    _mm512_store_ps(l + 16 * i, _mm512_setzero_ps());
+  static int padded(int head_dim) { return round_up(head_dim, kLine); }
+  static int tokens_per_turn(int head_dim) { return ::tokens_per_turn(S, head_dim); }
+  static void pack_q(const float* q, int q_stride, int num_heads, int head_dim, Query* out) {
+    ::pack_q<S>(q, q_stride, num_heads, head_dim, out);
   }
-  for (int64_t i = 0; i < num_slices; ++i)
-    pack_q<S>(span.q + first_head(i) * span.q_stride, span.q_stride, heads_of(i), span.head_dim_k,
-              q + i * k_dim * kHeads);
-
-  const int chunk = tokens_per_turn(S, span.head_dim_k);
-  ChunkRows chunks[2];
-  if (span.token_begin < span.token_end) locate_chunk(span, span.token_begin, chunk, &chunks[0]);
-  int turn = 0;
-  for (int begin = span.token_begin; begin < span.token_end; begin += chunk, turn ^= 1) {
-    const ChunkRows& rows = chunks[turn];
-    const ChunkRows* next = &rows;
-    if (begin + chunk < span.token_end) {
-      locate_chunk(span, begin + chunk, chunk, &chunks[turn ^ 1]);
-      next = &chunks[turn ^ 1];
-    }
-    for (int h = 0; h < span.num_kv_heads; ++h) {
-      const bool is_last = h + 1 == span.num_kv_heads;
-      const uint16_t* kh = k + h * span.k_head_stride;
-      const uint16_t* vh = v + h * span.v_head_stride;
-      for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
-        Ahead<uint16_t> k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
-        Ahead<uint16_t> v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
-        for (int t = 0; t < rows.num_tokens; t += kRows)
-          score_tile<S>(kh, rows.k + t, q + slice * k_dim * kHeads, span.head_dim_k, s + t * kSet, k_ahead);
-        for (int i = 0; i < S; ++i)
-          soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + 16 * (slice * S + i), l + 16 * (slice * S + i),
-                       decay + 16 * i, keep_rounded);
-        accumulate_chunk<S>(vh, rows.v, rows.num_tokens, s, decay, acc + slice * kHeads * v_dim, v_dim, span.head_dim_v,
-                            v_ahead);
-      }
-    }
+  static void score_tile(const Element* k, const int64_t* offsets, const Query* q, int head_dim, float* out,
+                         Ahead<Element>& ahead) {
+    ::score_tile<S>(k, offsets, q, head_dim, out, ahead);
   }
-
-  for (int64_t slice = 0; slice < num_slices; ++slice)
-    for (int h = 0; h < heads_of(slice); ++h) {
-      const int64_t head = first_head(slice) + h, set = (slice * S + h / kSet) * 16 + h % kSet * 4;
-      store_acc(acc + (slice * kHeads + h) * v_dim, span.head_dim_v, span.acc + head * span.acc_stride,
-                span.acc_stride);
-      span.m[head] = m[set];
-      span.l[head] = (l[set] + l[set + 1]) + (l[set + 2] + l[set + 3]);
-    }
-}
+  static __m512 keep(float* out, __m512 weight) { return keep_rounded(out, weight); }
+  static void accumulate_chunk(const Element* v, const int64_t* offsets, int num_tokens, const float* weights,
+                               const float* decay, float* acc, int acc_stride, int head_dim, Ahead<Element>& ahead) {
+    ::accumulate_chunk<S>(v, offsets, num_tokens, weights, decay, acc, acc_stride, head_dim, ahead);
+  }
+  static void store_acc(const float* acc, int head_dim, float* out, int out_stride) {
+    ::store_acc(acc, head_dim, out, out_stride);
+  }
+};
 
 }  // namespace
 
 extern "C" void NEO_BF16_NAME(const NeoSpan* span) {
   const int group = span->num_q_heads / span->num_kv_heads;
   if (!span->q_is_bf16 || group < kSet) return NEO_BF16_FALLBACK(span);
-  if (group == kSet) return attend_span<1>(*span);
-  return attend_span<2>(*span);
+  if (group == kSet) return attend_span<BfloatArithmetic<1>>(*span);
+  return attend_span<BfloatArithmetic<2>>(*span);
 }

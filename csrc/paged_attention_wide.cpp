@@ -27,7 +27,6 @@ namespace {
 
 constexpr int kHeads = 2 * kSet;  // of a slice: the query heads of a KV head that are computed together
 constexpr int kMinGroup = 6;      // below, the other kernels lose less than a slice's padding
-constexpr int kRows = 4;          // K rows side by side
 constexpr int kLanes = 16;
 constexpr int kSteps = 4;  // elements of a row that are multiplied at once
 
@@ -144,77 +143,34 @@ inline void pack_q(const float* q, int q_stride, int num_heads, int head_dim, fl
                    _mm_load_ps(q + static_cast<int64_t>(h) * q_stride + d));
 }
 
-inline __m512 keep_exact(float* out, __m512 weight) {
-  _mm512_store_ps(out, weight);
-  return weight;
-}
-
+// See attend_span.
 template <typename T>
-inline void attend_span(const NeoSpan& span) {
-  const T* k = static_cast<const T*>(span.k);
-  const T* v = static_cast<const T*>(span.v);
-  const int group = span.num_q_heads / span.num_kv_heads;
-  const int slices = (group + kHeads - 1) / kHeads;  // per KV head
-  const int k_dim = neo_padded(span.head_dim_k), v_dim = neo_padded(span.head_dim_v);
-  const int64_t num_slices = static_cast<int64_t>(span.num_kv_heads) * slices;
-  float* acc = span.scratch;  // [num_slices, kHeads, v_dim]
-  float* q = acc + num_slices * kHeads * v_dim;
-  float* m = q + num_slices * kHeads * k_dim;
-  float* l = m + num_slices * 2 * kLanes;
-  float* s = l + num_slices * 2 * kLanes;  // [2, kChunk * 4]
-  float* decay = s + kChunk * kHeads;
-  const auto first_head = [&](int64_t slice) { return slice / slices * group + slice % slices * kHeads; };
-  const auto heads_of = [&](int64_t slice) {
-    const int left = group - static_cast<int>(slice % slices) * kHeads;
-    return left < kHeads ? left : kHeads;
-  };
+struct FloatArithmetic {
+  using Element = T;
+  using Query = float;
+  static constexpr int kSets = 2;
 
-  memset(acc, 0, static_cast<size_t>(num_slices) * kHeads * v_dim * sizeof(float));
-  for (int64_t i = 0; i < num_slices; ++i) {
-    for (int64_t lane = 2 * i * kLanes; lane < 2 * (i + 1) * kLanes; lane += kLanes) {
-      _mm512_store_ps(m + lane, _mm512_set1_ps(-kInf));
-      _mm512_store_ps(l + lane, _mm512_setzero_ps());
-    }
-    pack_q(span.q + first_head(i) * span.q_stride, span.q_stride, heads_of(i), span.head_dim_k, q + i * kHeads * k_dim);
+  static int padded(int head_dim) { return neo_padded(head_dim); }
+  static int tokens_per_turn(int) { return kChunk; }
+  static void pack_q(const float* q, int q_stride, int num_heads, int head_dim, Query* out) {
+    ::pack_q(q, q_stride, num_heads, head_dim, out);
   }
-
-  ChunkRows chunks[2];
-  if (span.token_begin < span.token_end) locate_chunk(span, span.token_begin, kChunk, &chunks[0]);
-  int turn = 0;
-  for (int begin = span.token_begin; begin < span.token_end; begin += kChunk, turn ^= 1) {
-    const ChunkRows& rows = chunks[turn];
-    const ChunkRows* next = &rows;
-    if (begin + kChunk < span.token_end) {
-      locate_chunk(span, begin + kChunk, kChunk, &chunks[turn ^ 1]);
-      next = &chunks[turn ^ 1];
-    }
-    for (int h = 0; h < span.num_kv_heads; ++h) {
-      const bool is_last = h + 1 == span.num_kv_heads;
-      const T* kh = k + h * span.k_head_stride;
-      const T* vh = v + h * span.v_head_stride;
-      for (int64_t slice = int64_t{h} * slices; slice < (int64_t{h} + 1) * slices; ++slice) {
-        Ahead<T> k_ahead(is_last ? k : kh + span.k_head_stride, is_last ? next->k : rows.k, span.head_dim_k);
-        Ahead<T> v_ahead(is_last ? v : vh + span.v_head_stride, is_last ? next->v : rows.v, span.head_dim_v);
-        for (int t = 0; t < rows.num_tokens; t += kRows)
-          score_tile(kh, rows.k + t, q + slice * kHeads * k_dim, span.head_dim_k, s + t * kSet, k_ahead);
-        for (int i = 0; i < 2; ++i)
-          soften_chunk(s + i * kChunk * kSet, rows.num_tokens, span, m + kLanes * (2 * slice + i),
-                       l + kLanes * (2 * slice + i), decay + kLanes * i, keep_exact);
-        accumulate_chunk(vh, rows.v, rows.num_tokens, s, decay, acc + slice * kHeads * v_dim, v_dim, span.head_dim_v,
-                         v_ahead);
-      }
-    }
+  static void score_tile(const T* k, const int64_t* offsets, const Query* q, int head_dim, float* out,
+                         Ahead<T>& ahead) {
+    ::score_tile(k, offsets, q, head_dim, out, ahead);
   }
-
-  for (int64_t slice = 0; slice < num_slices; ++slice)
-    for (int h = 0; h < heads_of(slice); ++h) {
-      const int64_t head = first_head(slice) + h, lane = (2 * slice + h / kSet) * kLanes + h % kSet * 4;
-      memcpy(span.acc + head * span.acc_stride, acc + (slice * kHeads + h) * v_dim,
-             static_cast<size_t>(v_dim) * sizeof(float));
-      span.m[head] = m[lane];
-      span.l[head] = (l[lane] + l[lane + 1]) + (l[lane + 2] + l[lane + 3]);
-    }
-}
+  static __m512 keep(float* out, __m512 weight) {
+    _mm512_store_ps(out, weight);
+    return weight;
+  }
+  static void accumulate_chunk(const T* v, const int64_t* offsets, int num_tokens, const float* weights,
+                               const float* decay, float* acc, int acc_stride, int head_dim, Ahead<T>& ahead) {
+    ::accumulate_chunk(v, offsets, num_tokens, weights, decay, acc, acc_stride, head_dim, ahead);
+  }
+  static void store_acc(const float* acc, int, float* out, int out_stride) {
+    memcpy(out, acc, static_cast<size_t>(out_stride) * sizeof(float));
+  }
+};
 
 // Small groups, and rows of K that do not divide into steps.
 bool is_for_others(const NeoSpan& span) {
@@ -224,13 +180,13 @@ bool is_for_others(const NeoSpan& span) {
 }  // namespace
 
 extern "C" void NEO_WIDE_NAME_F32(const NeoSpan* span) {
-  is_for_others(*span) ? NEO_WIDE_FALLBACK_F32(span) : attend_span<float>(*span);
+  is_for_others(*span) ? NEO_WIDE_FALLBACK_F32(span) : attend_span<FloatArithmetic<float>>(*span);
 }
 
 extern "C" void NEO_WIDE_NAME_F16(const NeoSpan* span) {
-  is_for_others(*span) ? NEO_WIDE_FALLBACK_F16(span) : attend_span<Half>(*span);
+  is_for_others(*span) ? NEO_WIDE_FALLBACK_F16(span) : attend_span<FloatArithmetic<Half>>(*span);
 }
 
 extern "C" void NEO_WIDE_NAME_BF16(const NeoSpan* span) {
-  is_for_others(*span) ? NEO_WIDE_FALLBACK_BF16(span) : attend_span<Bfloat>(*span);
+  is_for_others(*span) ? NEO_WIDE_FALLBACK_BF16(span) : attend_span<FloatArithmetic<Bfloat>>(*span);
 }
